@@ -1,10 +1,10 @@
 // All-reduce and all-gather by writing into the peers' memory (push.cuh).
 //
-// one_shot: everybody gets everything and sums it. two_shot: each rank sums its part of the vector and sends the
-// result, which moves 2 / RANKS of the data. In both, thread k waits for what thread k of a peer sends, so blocks need
-// no order. Sums are float32 in the order of the ranks, so the result has the same bits on all of them. one_shot_norm:
-// one_shot of whole rows with a residual, and their RMS norm beside. received: the same of what products have sent to
-// all ranks.
+// one_shot: every rank receives all vectors and adds them up. two_shot (reduce-scatter and all-gather): each rank adds
+// up its part of the vector and sends the result, which moves 2 / RANKS of the data. In both, thread k waits for what
+// thread k of a peer sends, so blocks need no order. Sums are float32 in the order of the ranks, so the result has the
+// same bits on all of them. one_shot_norm: one_shot of whole rows with a residual, and also their RMSNorm. received:
+// the same for vectors that products have already sent to all ranks (skinny_gemm_push).
 #include "push.cuh"
 
 union Values {
@@ -60,8 +60,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) one_shot(
   group.finish(RANKS * vectors);
 }
 
-// Rows of row_vectors vectors, one for each of a block's threads, in whole warps: out = sum of the ranks' x + residual,
-// normed = rms_norm(out) as in norm.cu, if there is a weight. SENT: this rank has sent its x to itself as well.
+// out = sum of the ranks' x + residual, and normed = rms_norm(out) as in norm.cu, if there is a weight. A row has
+// row_vectors vectors, one for each thread of a block, which is whole warps. SENT: x has been sent to all ranks
+// already, this one included.
 template <bool SENT>
 __device__ __forceinline__ void add_rows(
     const Group& group, const T* x, const T* residual, T* out, const W* weight, T* normed, int rows, int row_vectors,
@@ -103,8 +104,8 @@ extern "C" __global__ void __launch_bounds__(1024) one_shot_norm(
   group.finish(RANKS * rows * row_vectors);
 }
 
-// Its predecessor sends this rank's x (skinny_gemm_push). It does not wait for that one's end: when all has come, the
-// predecessor has read all that it reads. out may be residual.
+// The predecessor, skinny_gemm_push, sends this rank's x. This kernel does not wait for the predecessor's end before it
+// writes: once all vectors have arrived, the predecessor has read all its inputs. out may be residual.
 extern "C" __global__ void __launch_bounds__(1024) received(
     const T* residual, T* out, OPTIONAL const W* weight, OPTIONAL T* normed, const long long* addresses, int* control,
     int* status, int rank, int rows, int row_vectors, float eps, long long buffer_bytes, long long patience) {
@@ -124,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) two_shot(
   Group group(addresses, control, status, rank, buffer_bytes, patience);
   if (group.has_failed()) return;
   int first = blockIdx.x * THREADS + threadIdx.x, stride = gridDim.x * THREADS;
-  int part = (vectors + RANKS - 1) / RANKS, sums = RANKS * part;  // where the sums begin, behind what they are made of
+  int part = (vectors + RANKS - 1) / RANKS, sums = RANKS * part;  // where sums begin, behind the parts
   for (int k = first; k < part; k += stride) {
 #pragma unroll
     for (int r = 0; r < RANKS; ++r) {
@@ -158,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) two_shot(
   group.finish(sums + vectors);
 }
 
-// The ranks' x [rows, row_vectors] side by side, of which out [rows, out_vectors] has room for the first columns.
+// All-gather: the ranks' x [rows, row_vectors] side by side; out [rows, out_vectors] has their first columns.
 extern "C" __global__ void __launch_bounds__(THREADS) gather(
     const T* x, T* out, const long long* addresses, int* control, int* status, int rank, int rows, int row_vectors,
     int out_vectors, long long buffer_bytes, long long patience) {

@@ -2,12 +2,14 @@
 // store of the new K and V, and attention over the paged cache (flash-decoding: Dao et al., 2023).
 //
 // A cluster of blocks serves one KV head of one row. Tiles of 16 cached tokens are dealt to the cluster's warps in
-// turn; each warp streams its tiles from memory straight into the registers of tensor-core instructions and keeps an
-// online softmax of its own. The new token never takes the way through memory: it is one more partial result. At the
-// end warps merge through shared memory, and blocks by pushing their shares to one another.
+// turn. Each warp streams its tiles from memory straight into the registers of tensor-core instructions and keeps an
+// online softmax of its own. The new token's K and V are not read back from memory: they are one more partial result.
+// In the end the partial results of warps merge through shared memory, and those of blocks by pushing them to one
+// another.
 //
-// A long row is cut into splits, by its own length alone. Its own cluster takes the first; the others are dealt to the
-// spare clusters, which the grid has beyond the rows. Who finishes the last split of a row merges them all.
+// A long row is cut into splits (split-KV), by its own length alone. Its own cluster takes the first split; the others
+// are dealt to the spare clusters, which the grid has beyond the rows. The cluster that finishes last merges all splits
+// of the row.
 //
 // Lane 5 of warp 1 of the cluster's first block, with HEAD_DIM 128, 16-bit K and V, WARPS 4 and CLUSTER 2: the warp
 // takes the tiles 1, 9, 17, ... of its split (a STEP is 8). Of a tile's K the lane loads tokens 1 and 9 (g = lane / 4 =
@@ -15,18 +17,19 @@
 // dimensions 8 to 15 and 72 to 79. Its scores are those of the query heads 2 and 3 with the tokens 1 and 9.
 //
 // Scores are computed as K [16 tokens, dims] @ q^T [dims, 8 heads], the output as V^T [dims, 16 tokens] @ p^T [16
-// tokens, 8 heads]. Dimensions and tokens are summed over, so their order may be any as long as both operands agree:
-// each thread loads 16 bytes that are contiguous in memory. K and V of 8 bits become f16 in registers, and so do q and
-// p: f16 has more bits than bf16, and q ends at its largest value.
+// tokens, 8 heads]. Dimensions and tokens are summed over, so any order will do as long as both operands agree: each
+// thread loads 16 bytes that are contiguous in memory. K and V of 8 bits become f16 in registers, and so do q and p:
+// f16 has more mantissa bits than bf16; q saturates at f16's largest value.
 //
-// A head of 512 dimensions has two clusters: each reads K, in two pieces, and has half of the values. Without STORES
-// the layer attends to K and V of an earlier one, which has stored the new token's too: there are queries alone.
+// A head of 512 dimensions has two clusters: each reads all of K, in two pieces, and half of V. Without STORES the
+// layer attends to K and V of an earlier layer, which has stored those of the new token too: qkv has queries only.
 //
-// ROUNDED: the output is rounded to FP8 as quantize_groups.cu does it, with a scale for each head of 128 dimensions.
+// ROUNDED: the output is rounded to FP8 as by quantize_groups.cu, with a scale for each head of 128 dimensions.
 //
 // -DHEAD_DIM: 64, 128, 256 or 512; -DSTORES: 0 or 1; -DGROUP: query heads of a KV head, at most 8; -DPAGE_SIZE: a power
-// of two; -DCLUSTER: blocks; -DWARPS of a block, at least 2; -DBLOCKS_OF_SM: that registers must be left for;
-// -DROUNDED: 0, or 1 where blocks end with whole heads of 128 dimensions; -DCACHE: fp8.cuh.
+// of two; -DCLUSTER: blocks of a cluster; -DWARPS: of a block, at least 2; -DBLOCKS_OF_SM: blocks that a
+// multiprocessor's registers must suffice for; -DROUNDED: 0, or 1 where a block merges whole heads of 128 dimensions;
+// -DCACHE: fp8.cuh.
 #include "cluster.cuh"
 #include "mma.cuh"
 #include "rounding.cuh"
@@ -35,32 +38,33 @@
 constexpr float LOG2_E = 1.44269504f;  // of scores, which become exponents of two
 constexpr int THREADS = WARPS * 32;
 constexpr int TILE = 16;
-constexpr int VALUE_DIM = HEAD_DIM < 256 ? HEAD_DIM : 256;  // of a head's value, that a cluster has
-constexpr int PARTS = HEAD_DIM / VALUE_DIM;                 // of a head's value, and pieces of its key
-constexpr int STRIPS = HEAD_DIM / 32 / PARTS;  // of 32 dimensions of a piece of K: 8 a thread
-constexpr int HALVES = VALUE_DIM / 64;         // of 64 dimensions: 8 a thread
-constexpr int K_VALUES = 16 / sizeof(C);          // of a load of K, a head of which takes four threads
-constexpr int K_LOADS = HEAD_DIM / 4 / K_VALUES / PARTS;  // of a thread, for a piece of a token
-constexpr int V_VALUES = K_VALUES < VALUE_DIM / 8 ? K_VALUES : VALUE_DIM / 8;  // the same of V, which takes eight
+constexpr int VALUE_DIM = HEAD_DIM < 256 ? HEAD_DIM : 256;  // dimensions of V that a cluster has
+constexpr int PARTS = HEAD_DIM / VALUE_DIM;                 // clusters of a KV head, and pieces of its K
+constexpr int STRIPS = HEAD_DIM / 32 / PARTS;  // strips of 32 dimensions of a piece of K, 8 of them in a thread
+constexpr int HALVES = VALUE_DIM / 64;         // strips of 64 dimensions of V, 8 of them in a thread
+constexpr int K_VALUES = 16 / sizeof(C);       // values of a load of K; four threads load a token
+constexpr int K_LOADS = HEAD_DIM / 4 / K_VALUES / PARTS;  // loads of a thread for a piece of a token's K
+constexpr int V_VALUES = K_VALUES < VALUE_DIM / 8 ? K_VALUES : VALUE_DIM / 8;  // of a load of V; eight threads a token
 constexpr int V_LOADS = VALUE_DIM / 8 / V_VALUES;
 constexpr int HALF = HEAD_DIM / 2;
-constexpr int PAIRS = HALF / 32;      // of (i, i + HALF), a lane's share of a head
-constexpr int HEADS_AT_ONCE = HEAD_DIM > 128 ? 1 : (8 + WARPS - 1) / WARPS;  // of q, whose loads a warp has under way
-constexpr int STRIDE = HEAD_DIM + 8;  // of a head in shared memory: neighbours in different banks
+constexpr int PAIRS = HALF / 32;      // pairs (i, i + HALF) of dimensions, which are rotated together, in a lane
+constexpr int HEADS_AT_ONCE = HEAD_DIM > 128 ? 1 : (8 + WARPS - 1) / WARPS;  // query heads that a warp loads at once
+constexpr int STRIDE = HEAD_DIM + 8;  // values of a head in shared memory: neighbours in different banks
 constexpr int PARTIALS = WARPS + 1;   // the last is the new token's
 constexpr int VALUES = GROUP * VALUE_DIM;
 constexpr int STEP = CLUSTER * WARPS;      // tiles from one of a warp to its next
-constexpr int SHARE = VALUES / CLUSTER;    // values of a block of the cluster, neighbours
-constexpr int RECORD = SHARE + 2 * GROUP;  // what a block leaves of a split: its share, each head's maximum and sum
-using M = Either<FP8, f16, T>::type;       // of what tensor cores multiply
-// Registers of a thread: what so many blocks leave, but at most 160 in clusters of few rows. So a block of
-// quantized_gemv.cu has room beside this one's: a quarter of a multiprocessor has 16,384, for two warps of each.
+constexpr int SHARE = VALUES / CLUSTER;    // neighbouring values of the output that a block merges
+constexpr int RECORD = SHARE + 2 * GROUP;  // floats of a block's partial result of a split: values, maxima, sums
+using M = Either<FP8, f16, T>::type;       // type of the tensor cores' operands
+// Registers of a thread: as many as BLOCKS_OF_SM blocks leave, but at most 160 in the clusters of few rows, so that a
+// block of quantized_gemv.cu fits beside one of these: a quarter of a multiprocessor has 16,384 registers, for two
+// warps of each kernel.
 constexpr int LEFT = 65536 / (THREADS * BLOCKS_OF_SM) / 8 * 8;
 constexpr int REGISTERS = LEFT > 255 ? 255 : CLUSTER == 8 && WARPS == 6 ? 160 : LEFT;
-constexpr bool KEEP_Q = PARTS == 1 && WARPS * BLOCKS_OF_SM <= 12;  // in registers, if there are enough
+constexpr bool KEEP_Q = PARTS == 1 && WARPS * BLOCKS_OF_SM <= 12;  // q stays in registers, since there are enough
 
-// Division of long rows: into `num_kv_splits` splits, but of no less than `min_tiles` and no more than `max_tiles`
-// tiles, where a row has twice `min_tiles`; never into more than `max_splits`.
+// How long rows are cut. A row of more than 2 * `min_tiles` tiles has `num_kv_splits` splits, or as many as it takes
+// for splits of at least `min_tiles` and at most `max_tiles` tiles; never more than `max_splits`.
 struct Cutting {
   int num_kv_splits, min_tiles, max_tiles, max_splits;
 };
@@ -68,11 +72,12 @@ struct Cutting {
 // A split of a row, for a part of one KV head.
 struct Unit {
   int row, part, split, splits;
-  int tile, tiles;  // from, to
+  int tile, tiles;  // first tile, and the end of the tiles
   int position;     // the query's
-  int first, end;   // the positions that it sees, of the cached ones
+  int first, end;   // range of the cached positions that the query sees
 
-  __device__ __forceinline__ void set_length(int length, int window, const Cutting& cutting) {  // `split` being set
+  // Set everything that follows from the row's length; row, part and split are set.
+  __device__ __forceinline__ void set_length(int length, int window, const Cutting& cutting) {
     position = length - 1, end = STORES ? position : length, first = window ? max(0, position - window + 1) : 0;
     int from = first / TILE, count = first < end ? (end + TILE - 1) / TILE - from : 0, size = count;
     splits = 1;
@@ -99,12 +104,13 @@ __device__ __forceinline__ long long place(const Cache& cache, int position) {
   return ((long long)page * PAGE_SIZE + position % PAGE_SIZE) * cache.token_stride;
 }
 
-// Offset of position `i` of a tile, given the tile's own; where pages are smaller than tiles that is not enough.
+// Offset of position `i` of a tile that begins at offset `start`; pages smaller than tiles are looked up each.
 __device__ __forceinline__ long long place_in_tile(const Cache& cache, long long start, int tile, int i) {
   return PAGE_SIZE >= TILE ? start + i * cache.token_stride : place(cache, tile * TILE + i);
 }
 
-// Positions from `end` on are replaced by the last before it: they are finite, and count for nothing.
+// Load a lane's part of a tile of K. Positions from `end` on read the last one before it, which is finite, and are
+// masked later.
 __device__ __forceinline__ void load_k(
     uint4 (&k)[2][K_LOADS], const Cache& cache, long long start, int tile, int end, int piece = 0) {
   int lane = threadIdx.x & 31;
@@ -135,8 +141,8 @@ __device__ __forceinline__ void load_v(uint4 (&v)[4][V_LOADS], const Cache& cach
   }
 }
 
-// Load a lane's part of q: of its column's head the dimensions that it has of a piece of K. The loads stay where they
-// are written: the compiler would keep their results in registers that it does not have.
+// Load a lane's part of q: of head lane / 4 the dimensions that the lane has of a piece of K. The loads are volatile so
+// that they stay in the loop: hoisted out of it, their results would need more registers than there are.
 __device__ __forceinline__ void load_q(uint4 (&b)[STRIPS], const M (&q)[8][STRIDE], int piece = 0) {
   int lane = threadIdx.x & 31;
 #pragma unroll
@@ -151,7 +157,7 @@ __device__ __forceinline__ void load_q(uint4 (&b)[STRIPS], const M (&q)[8][STRID
 
 __device__ __forceinline__ unsigned word(uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-// The i-th two of the dimensions that a lane has of a token's K.
+// The i-th pair of the dimensions that a lane has of a token's K.
 __device__ __forceinline__ unsigned two_of_k(const uint4 (&k)[K_LOADS], int i) {
   if constexpr (FP8)
     return upcast(word(k[i / 8], i / 2 % 4), i & 1);
@@ -159,8 +165,8 @@ __device__ __forceinline__ unsigned two_of_k(const uint4 (&k)[K_LOADS], int i) {
     return word(k[i / 4], i % 4);
 }
 
-// The i-th two of the dimensions that a lane has of the four positions of V: the one of positions 0 and 1, the other of
-// these, then of positions 2 and 3.
+// The left operand of V^T for the i-th pair of a lane's dimensions: of its positions 0 and 1 the first dimension (a[0])
+// and the second one (a[1]), then of its positions 2 and 3.
 __device__ __forceinline__ void two_of_v(unsigned (&a)[4], const uint4 (&v)[4][V_LOADS], int i) {
   unsigned w[4];
 #pragma unroll
@@ -176,7 +182,7 @@ __device__ __forceinline__ void two_of_v(unsigned (&a)[4], const uint4 (&v)[4][V
   }
 }
 
-// q as tensor cores take it.
+// q in the type of the tensor cores' operands.
 template <int N> __device__ __forceinline__ Vec<N, M> operand(const Vec<N>& x) {
   if constexpr (Same<M, T>::value) {
     return x;
@@ -189,7 +195,7 @@ template <int N> __device__ __forceinline__ Vec<N, M> operand(const Vec<N>& x) {
   }
 }
 
-// A lane's PAIRS of a head.
+// A lane's part of a head: PAIRS dimensions of its first half, and those of the second half that belong to them.
 struct Head {
   Vec<PAIRS> low = {}, high = {};
   __device__ __forceinline__ void load(const T* in) {
@@ -242,24 +248,24 @@ __device__ __forceinline__ float column_sum(float x) {
   return x;
 }
 
-// Ask for up to 4 KiB, of which a lane has a line of 128 bytes, to be in L2.
+// Prefetch up to 4 KiB into L2, a line of 128 bytes by each lane.
 __device__ __forceinline__ void prefetch(const void* from, int bytes) {
   int at = (threadIdx.x & 31) * 128;
   if (at < bytes) asm volatile("prefetch.global.L2 [%0];" ::"l"((const char*)from + at));
 }
 
-// Values d and d + 1 of a head's partial result lie at d ^ swap(head), for even d, so that lanes which store those of
-// other heads at the same time use other banks.
+// Swizzle of partial results: values d and d + 1 of a head, d even, lie at d ^ swap(head), so that lanes which store
+// different heads at the same time use different banks.
 __device__ __forceinline__ int swap(int head) { return head & 6; }
 
-// Load what another block wrote.
+// Load what another block wrote, bypassing L1.
 __device__ __forceinline__ float load_fresh(const float* from) {
   float x;
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(from));
   return x;
 }
 
-// Offset of a cluster's i-th value from its first in the output.
+// Offset in the output of a cluster's i-th value from its first one.
 __device__ __forceinline__ int place_of_value(int i) {
   return PARTS == 1 ? i : i / VALUE_DIM * HEAD_DIM + i % VALUE_DIM;
 }
@@ -267,11 +273,11 @@ __device__ __forceinline__ int place_of_value(int i) {
 // Output of a row's KV head.
 struct Output {
   T* values;
-  e4m3* codes;    // ROUNDED: in the place of the values
+  e4m3* codes;    // ROUNDED: in place of `values`
   float* scales;  // of the query heads, `stride` floats apart
   int stride;
 
-  // Store y / sum, N neighbours from the cluster's i-th value on. ROUNDED: a warp has a head's 128, a lane four.
+  // Store y / sum, N neighbouring values from the cluster's i-th on. ROUNDED: a warp has a head, a lane four values.
   template <int N> __device__ __forceinline__ void store(int i, const float (&y)[N], float sum) const {
     Vec<N> value;
 #pragma unroll
@@ -285,9 +291,9 @@ struct Output {
     }
   }
 };
-constexpr int RUN = ROUNDED ? 4 : 1;  // neighbours that a thread has of its block's share
+constexpr int RUN = ROUNDED ? 4 : 1;  // neighbouring values that a thread merges
 
-// A block's share of a row's output from the records of its splits.
+// Merge the records of a row's splits into this block's share of the output.
 __device__ __forceinline__ void merge_splits(const Output& to, const float* records, int splits) {
   for (int j = threadIdx.x * RUN; j < SHARE; j += THREADS * RUN) {
     int i = blockIdx.x * SHARE + j, head = i / VALUE_DIM;
@@ -308,12 +314,12 @@ __device__ __forceinline__ void merge_splits(const Output& to, const float* reco
   }
 }
 
-// The unit of the index-th split that is not its row's first; false if there are not so many. For whole warps.
+// Find the index-th of all splits that are not the first of their row, by a whole warp; false if there are fewer.
 __device__ __forceinline__ bool find_split(
     Unit& unit, int index, const int* lengths, int rows, int parts, int window, const Cutting& cutting) {
   int left = index / parts, lane = threadIdx.x & 31, longest = 0;
 #pragma unroll 8
-  // All at once, for mostly none is cut.
+  // First a quick look at the longest row, since mostly none is cut.
   for (int row = lane; row < rows; row += 32) longest = max(longest, lengths[row]);
   if (!__any_sync(0xffffffffu, longest / TILE >= 2 * cutting.min_tiles)) return false;
   unit.part = index % parts;
@@ -338,11 +344,12 @@ __device__ __forceinline__ bool find_split(
   return false;
 }
 
-// grid: (CLUSTER, KV heads * PARTS, rows or more). `lengths` [rows], the new token included. `window`: positions a
-// query sees, itself included; 0: all. `sinks` [heads]: a score of each query head besides, whose value is 0; for
-// STORES only. `v_eps`: each head of v is divided by its root mean square with this eps; negative: it is not. `records`
-// [rows * gridDim.y, CLUSTER, max_splits, RECORD]; `counters` [rows * gridDim.y, CLUSTER] are zero before and after.
-// `scales` [heads, scales_stride], rows beside one another.
+// grid: (CLUSTER, KV heads * PARTS, rows + spare clusters of each). `lengths` [rows] include the new token. `window`:
+// positions that a query sees, its own included; 0: all. `sinks` [heads]: attention sinks, a score of each query head
+// whose value is 0; for STORES only. `v_eps`: each head of v is divided by its root mean square with this eps;
+// negative: it is not. `records` [rows * gridDim.y, CLUSTER, max_splits, RECORD] are partial results of splits;
+// `counters`
+// [rows * gridDim.y, CLUSTER] of finished splits are zero before and after. `scales` [heads, scales_stride], by row.
 extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
     const T* qkv, const long long* slots, const int* lengths, const int* page_table, long long table_stride, int rows,
     const float* cos_sin, OPTIONAL const W* q_norm, OPTIONAL const W* k_norm, float eps, float v_eps, C* k_cache,
@@ -353,7 +360,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
   __shared__ alignas(16) T new_k[HEAD_DIM], new_v[VALUE_DIM];
   __shared__ float partial_max[PARTIALS][8], partial_sum[PARTIALS][8];
   __shared__ alignas(16) float partial[WARPS][GROUP][VALUE_DIM];
-  __shared__ float new_share[8];  // of the new token's value in its partial
+  __shared__ float new_share[8];  // weight of the new token's value in the last partial
   __shared__ float block_max[CLUSTER][GROUP], block_sum[CLUSTER][GROUP];
   __shared__ alignas(16) float block[CLUSTER][SHARE];
   __shared__ bool is_last;
@@ -372,7 +379,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
       if (!find_split(unit, index, lengths, rows, parts, window, cutting)) return;
       index += (gridDim.z - rows) * parts;
     }
-    if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // this block is there
+    if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // this block has begun
     long long slot = slots[unit.row];
     int kv_head = unit.part / PARTS, first_value = unit.part % PARTS * VALUE_DIM;
     cache.k = k_cache + kv_head * HEAD_DIM, cache.v = v_cache + kv_head * HEAD_DIM + first_value;
@@ -385,14 +392,14 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
       start = place(cache, tile * TILE);
       load_k(k, cache, start, tile, unit.end), load_v(v, cache, start, tile, unit.end);
     }
-    // Few short rows leave the memory idle, so the successor may fetch weights. Else it would hinder the loads below.
+    // Few short rows leave the memory idle, so the successor may load weights now. Else it would delay the loads below.
     bool starts_early = CLUSTER == 8 && unit.splits == 1;
     if (starts_early) start_successor();
     int ahead = max(min(tile + STEP, tiles - 1), 0);
     long long next_start = place(cache, ahead * TILE);  // a page's number is read a tile ahead
-    // Constants that weights have driven from L2 since the layer before.
+    // Prefetch constants, which weights have evicted from L2 since the layer before.
     const float* angle = cos_sin + (long long)unit.position * HEAD_DIM;
-    if (HEAD_DIM <= 128) {  // wider ones have no registers left
+    if (HEAD_DIM <= 128) {  // wider heads have no registers left
       if (warp == 0) prefetch(angle, HEAD_DIM * 4);
       if (warp == 1 && q_norm) prefetch(q_norm, HEAD_DIM * sizeof(W));
       if (warp == 1 && k_norm) prefetch(k_norm, HEAD_DIM * sizeof(W));
@@ -400,9 +407,9 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
     wait_for_predecessor();
 
     const T* heads = qkv + (long long)unit.row * (GROUP + (STORES ? 2 : 0)) * kv_heads * HEAD_DIM;
-    // This block takes care of the new token.
+    // This block stores the new token's K and V, and computes its partial result.
     bool has_new = STORES && unit.split == unit.splits - 1 && rank == CLUSTER - 1;
-    Head key;  // the new one
+    Head key;  // of the new token
     const T* new_key = heads + (GROUP * kv_heads + kv_head) * HEAD_DIM;
     for (int first = warp; first < 8; first += HEADS_AT_ONCE * WARPS) {
       Head own[HEADS_AT_ONCE];
@@ -457,7 +464,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
 
     uint4 kept[STRIPS];
     if (KEEP_Q) load_q(kept, q);
-    // A thread has the heads 2p and 2p + 1: highest score, sum, and of the output the dimensions g and g + 8 of 16.
+    // A lane has the heads 2p and 2p + 1: highest score, sum, and of the output dimensions g and g + 8 of each 16.
     float highest[2] = {-INF, -INF}, sum[2] = {}, o[HALVES * 4][4] = {};
 
     for (; tile < tiles; tile += STEP) {
@@ -510,7 +517,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
 
     if (!starts_early) start_successor();
 
-    // The block's warps merge, with the new token.
+    // The warps' partial results merge, with that of the new token.
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       int head = (lane & 3) * 2 + i;
@@ -541,7 +548,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
     Output to = {out + first, codes + first, scales + kv_head * GROUP * scales_stride + unit.row, scales_stride};
     float* records_of_row = records + (long long)(pair * CLUSTER + rank) * max_splits * RECORD;
     float* record = records_of_row + unit.split * RECORD;
-    if (CLUSTER > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all blocks are there
+    if (CLUSTER > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all blocks have begun
 #pragma unroll
     for (int i = threadIdx.x * 4; i < VALUES; i += THREADS * 4) {  // four neighbours each
       int head = i / VALUE_DIM, d = i % VALUE_DIM;
@@ -576,7 +583,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
         }
       }
     }
-    if (CLUSTER > 1) {  // the cluster's blocks merge, each its share
+    if (CLUSTER > 1) {  // each block merges its share of the blocks' partial results
       asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
       for (int j = threadIdx.x * RUN; j < SHARE; j += THREADS * RUN) {
         int i = rank * SHARE + j, head = i / VALUE_DIM;

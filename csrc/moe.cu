@@ -1,15 +1,15 @@
-// A mixture of experts around its grouped products (moe_gemm.cu): which experts a token takes and with what weight,
-// the (token, expert) pairs sorted by expert and cut into tiles, and the sum of each token's outputs. Nothing is asked
-// of the host, which launches for the largest possible number of tiles.
+// What surrounds the grouped GEMMs of a mixture of experts (moe_gemm.cu): the choice of each token's experts and their
+// weights, the plan, which sorts the (token, expert) pairs by expert and cuts them into tiles, and the sum of each
+// token's outputs. The host reads nothing back: it launches for the largest possible number of tiles.
 #include "moe.cuh"
 
 constexpr int MAX_THREADS = 1024;
-constexpr int PLAN_TOKENS = 128;  // at most, that one block routes and sorts
+constexpr int PLAN_TOKENS = 128;  // most tokens that one block routes and sorts
 constexpr int PER_LANE = (ALL_EXPERTS + 31) / 32;
 constexpr unsigned ALL = 0xffffffffu;
 
-// One block: `order` [pairs] is a counting sort of the pairs by expert, with a tile for every `tile_rows` of an
-// expert's. Pairs of other ranks' experts are left out.
+// Sort the pairs by expert into `order` [pairs], a counting sort by one block, and make a tile of every `tile_rows`
+// pairs of an expert. Pairs of other ranks' experts are left out.
 __device__ __forceinline__ void sort(
     int pairs, int tile_rows, const int* experts, int* order, Tile* tiles, int* tile_count) {
   __shared__ int count[ALL_EXPERTS], start[ALL_EXPERTS];
@@ -85,11 +85,11 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS) moe_plan(
   sort(tokens * TAKEN, tile_rows, experts, order, tiles, tile_count);
 }
 
-// out [tokens, H] = the sum over each token's pairs of y [pairs, H], and of the residual. H is a multiple of VEC.
-// With weights, y has nothing of pairs that are ELSEWHERE. One block a token.
+// out [tokens, H] = residual + the sum over each token's pairs of y [pairs, H], one block a token. H is a multiple of
+// VEC. `pair_weights` are given where other ranks hold some experts: y is undefined for pairs that are ELSEWHERE.
 extern "C" __global__ void __launch_bounds__(MAX_THREADS) moe_combine(
     const T* y, OPTIONAL const float* pair_weights, OPTIONAL const T* residual, T* out, int H) {
-  constexpr int TOGETHER = 8;  // pairs that are loaded before the first is added
+  constexpr int TOGETHER = 8;  // pairs that are loaded before the first one is added
   wait_for_predecessor();
   start_successor();
   long long token = blockIdx.x;

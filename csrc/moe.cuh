@@ -1,10 +1,11 @@
-// Common parts of a mixture of experts' launches: a tile of (token, expert) pairs, and the choice of experts.
-// Pair n is the n % TAKEN-th expert of token n / TAKEN. EXPERTS and TOP_K are macros; -DSHARED: of a block that every
-// token goes to, in as many parts as large as an expert, which are the experts from EXPERTS on and stand behind the
-// TOP_K that are chosen. -DGATED_SHARED: behind the logits of the experts is one whose sigmoid is the weight of these
-// parts, else 1.
-// A rank may hold only some of the EXPERTS, `held` from `first_expert` on, which are then counted from 0: a pair of
-// another one has the expert -1 and the weight ELSEWHERE.
+// Common parts of a mixture of experts' kernels: a tile of (token, expert) pairs, and the choice of experts.
+//
+// Pair n is the (n % TAKEN)-th expert of token n / TAKEN. -DEXPERTS of the router, of which a token goes to -DTOP_K.
+// -DSHARED: the shared expert, to which every token goes, counts as so many experts of the routed ones' size: they have
+// the numbers from EXPERTS on, and stand behind the TOP_K chosen ones of a token. -DGATED_SHARED: 1 if their weight is
+// the sigmoid of a logit that stands behind those of the experts, 0 if it is 1.
+// With expert parallelism a rank holds only `held` of the EXPERTS, from `first_expert` on, and counts these from 0: a
+// pair of another rank's expert has the expert -1 and the weight ELSEWHERE.
 #pragma once
 #include "common.cuh"
 
@@ -15,9 +16,9 @@
 #define SHARED 0
 #define GATED_SHARED 0
 #endif
-using L = LOGIT_SCALAR;  // of a router's logits
+using L = LOGIT_SCALAR;  // type of the router's logits
 
-struct Tile {  // of the pairs sorted by expert: all of one
+struct Tile {  // pairs of one expert: `count` of the sorted ones, from `start` on
   int expert, start, count, pad;
 };
 
@@ -25,7 +26,8 @@ struct Tile {  // of the pairs sorted by expert: all of one
 constexpr int TAKEN = TOP_K + SHARED;  // at most 32
 constexpr int ALL_EXPERTS = EXPERTS + SHARED;
 constexpr int LOGITS = EXPERTS + GATED_SHARED;  // of a token
-// Larger numbers have larger orders; none has 0.
+
+// A float's bits as an unsigned integer with the same order; never 0.
 __device__ __forceinline__ unsigned order_of(float x) {
   unsigned bits = __float_as_uint(x);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -34,8 +36,9 @@ __device__ __forceinline__ float of_order(unsigned order) {
   return __uint_as_float(order & 0x80000000u ? order ^ 0x80000000u : ~order);
 }
 
-// A logit's order and behind it its expert, so that a token's keys differ, and of equal logits the first has the
-// largest one. 0 is no key. The order of a logit of 16 bits leaves room for the expert in its low bits.
+// Sort key of a logit: its order, then its expert counted backwards. So the keys of a token are distinct, and of equal
+// logits the first expert has the largest key; 0 is no key. A 16-bit logit leaves the low bits of its order unused, and
+// they hold the expert.
 template <int BYTES> struct KeyOf { using Type = unsigned long long; };
 template <> struct KeyOf<2> { using Type = unsigned; };
 using Key = KeyOf<sizeof(L)>::Type;
@@ -56,21 +59,22 @@ __device__ __forceinline__ unsigned long long warp_max(unsigned long long key) {
   return (unsigned long long)top << 32 | warp_max(high == top ? (unsigned)key : 0u);
 }
 
-// A token's experts are weighed by their probabilities, by these divided by their sum, or as the logits say: they are
-// the weights of experts that were chosen before, and -1 for the others.
+// Weights of a token's experts: their probabilities; these divided by their sum; or, where another kernel has chosen
+// the experts, the "logits" themselves, which are then weights, and -1 for the experts that were not chosen.
 enum Weighting { PROBABILITIES, RENORMALIZED, CHOSEN };
 
 constexpr float ELSEWHERE = -3.0e38f;
 
-// One warp: the TOP_K most likely experts of softmax(logits [LOGITS]), the first of equals, then the shared ones, and
-// their weights: those of chosen ones times `expert_scale` [EXPERTS], if there is one.
+// Write the TAKEN experts of a token and their weights, by one warp: the TOP_K most likely ones of
+// softmax(logits [EXPERTS]), of equal ones the first, whose weights are multiplied by `expert_scale` [EXPERTS], if any;
+// then the shared ones.
 __device__ __forceinline__ void route(
     const L* logits, int weighting, int first_expert, int held, const float* expert_scale, int* experts,
     float* weights) {
   constexpr int PER_LANE = (EXPERTS + 31) / 32;
   constexpr unsigned ALL = 0xffffffffu;
   int lane = threadIdx.x & 31;
-  // Keys of this lane's logits, of the expert that was chosen last, and of the one that this lane writes.
+  // Keys of this lane's logits, of the expert that was chosen last, and of the expert that this lane writes.
   Key key[PER_LANE], top = ~(Key)0, mine = 0;
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) {

@@ -1,12 +1,13 @@
-// The choice of experts where not just the largest of a softmax of 16-bit logits are taken (DeepSeek, GLM-4.5):
-// sigmoids, a bias of the scores by which is chosen, groups of experts of which a few compete, a factor of the weights.
+// Choice of experts by more than the largest probabilities of a softmax (DeepSeek, GLM-4.5): scores by sigmoids, a bias
+// of the scores for the choice alone, groups of experts of which only the best compete, a factor of the weights. Logits
+// are float32.
 #include "moe.cuh"
 
 constexpr int WARPS = 4;
-constexpr float NEVER = -3.0e38f;  // of an expert that is taken or does not compete
+constexpr float NEVER = -3.0e38f;  // score of an expert that is chosen already or does not compete
 
-// Bit g: the group g, of experts / groups in a row, is one of the `top_groups` with the largest sums of their best one
-// or two scores. At most 32 groups, one a lane; of equal ones the first.
+// Mask of the `top_groups` groups whose best score, or sum of the best `two` scores, is largest, of equal groups the
+// first. Group g has the neighbouring experts from g * EXPERTS / groups on; there are at most 32 groups, one in a lane.
 __device__ __forceinline__ unsigned best_groups(const float* choice, int groups, int top_groups, bool two) {
   int lane = threadIdx.x & 31, size = EXPERTS / groups, better = 0;
   float best = NEVER, second = NEVER;
@@ -23,8 +24,8 @@ __device__ __forceinline__ unsigned best_groups(const float* choice, int groups,
   return __ballot_sync(0xffffffffu, lane < groups && better < top_groups);
 }
 
-// One warp a token: its TOP_K experts and their weights, from router_logits [tokens, EXPERTS]; or a table [tokens,
-// EXPERTS] of the weights, -1 for the other experts.
+// Choose each token's TOP_K experts from router_logits [tokens, EXPERTS], by one warp a token. Writes experts and
+// weights [tokens, TOP_K], or a table [tokens, EXPERTS] of the weights with -1 for the other experts (CHOSEN, moe.cuh).
 extern "C" __global__ void __launch_bounds__(32 * WARPS) moe_choose(
     const float* router_logits, OPTIONAL const float* bias, int tokens, int sigmoid, int groups, int top_groups,
     int group_scores, int renormalize, float scale, OPTIONAL int* experts, OPTIONAL float* weights, OPTIONAL T* table) {

@@ -1,20 +1,20 @@
-// Grouped products of a mixture of experts, two in a layer, each over all experts in one launch: a block takes OUTPUTS
+// Grouped GEMMs of a mixture of experts, two in a layer, each over all experts in one launch: a block computes OUTPUTS
 // columns of the output for one tile of at most BLOCK_M (token, expert) pairs of one expert (see moe.cu).
 //
 // The expert's weight is the left operand of the tensor-core instructions, so that a tile may be as narrow as 8 or 16
-// pairs, as in a decode. Both operands stream through shared memory in STAGES of BLOCK_K values.
-// A warp has PAIRS twice 16 rows of the weight (for the gated product the gate's and the up matrix's rows of the same
-// outputs) and TILES times 8 pairs; WARPS_N x WARPS_M warps a block. T is bf16 or f16, K and N multiples of 8.
+// pairs, as in a decode. Both operands stream through a ring of STAGES of BLOCK_K columns.
+// A warp has PAIRS times two tiles of 16 rows of the weight (in the gated product the gates and the ups of the same
+// outputs) and TILES times 8 pairs; a block has WARPS_N x WARPS_M warps. T is bf16 or f16, K and N multiples of 8.
 // For example lane 5 of warp 1 with PAIRS 1, WARPS_N 4, WARPS_M 1 and TILES 2, gated, where HALF is 64: the warp has
 // outputs 16 to 31 of the block's 64, from the weight's rows 16 to 31 (gate) and 80 to 95 (up) of the block's 128. By
 // `mma`'s map (mma.cuh) the lane's acc[0][0][t] are the gates of outputs 17 and 25 for the pairs 8t + 2 and 8t + 3,
 // acc[1][0][t] the ups.
-// WARPGROUP: four warps at a time multiply together with Hopper's wgmma (sm_90a), straight from shared memory; then
-// PAIRS is 1, WARPS_N a multiple of 4, WARPS_M 1 and TILES 16.
-// ROUTE: for few tokens; each pair is a tile, and each block finds out its expert itself, without a plan.
+// WARPGROUP: warpgroups multiply by Hopper's wgmma (sm_90a), straight from shared memory; then PAIRS is 1, WARPS_N a
+// multiple of 4, WARPS_M 1 and TILES 16.
+// ROUTE: for few tokens, each pair is a tile, and each block routes its token itself, so that no plan is needed.
 // CLAMPED, GELU_TANH: the activation is gpt-oss's, with `alpha` and `limit`, or gelu; otherwise silu.
-// SHARED (moe.cuh): `shared` is the weight of the block that every token goes to, [2 * SHARED * N, K] if GATED, else
-// [N, SHARED * K]: of both a part has its share of what is between the two products.
+// SHARED (moe.cuh): `shared` is the weight of the shared expert, [2 * SHARED * N, K] if GATED, else [N, SHARED * K].
+// Its intermediate values are divided among SHARED experts of the routed ones' size.
 #include "mma.cuh"
 #include "moe_tile.cuh"
 
@@ -26,7 +26,7 @@ constexpr int BLOCK_N = 2 * HALF;
 constexpr int BLOCK_M = 8 * TILES * WARPS_M;
 constexpr int STAGE_BYTES = (BLOCK_N + BLOCK_M) * BLOCK_K * 2;
 constexpr int ROW_STEP = THREADS / CHUNKS;  // rows that the block's threads load at a time
-constexpr int AHEAD = STAGES - (WARPGROUP ? 2 : 1);  // stages being loaded; of a warpgroup, two are being multiplied
+constexpr int AHEAD = STAGES - (WARPGROUP ? 2 : 1);  // stages being loaded, while wgmma reads two, or `mma` one
 
 #if WARPGROUP
 #define FOUR(c, t) "+f"(c[t][0]), "+f"(c[t][1]), "+f"(c[t][2]), "+f"(c[t][3])
@@ -39,7 +39,7 @@ constexpr int AHEAD = STAGES - (WARPGROUP ? 2 : 1);  // stages being loaded; of 
                : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12)                                       \
                : "l"(a), "l"(b))
 
-// c [64, 128] += a [64, 16] @ b [128, 16]^T of the four warps, of which each has 16 rows of c, laid out as by `mma`.
+// c [64, 128] += a [64, 16] @ b [128, 16]^T of a warpgroup, whose warps have 16 rows of c each, laid out as by `mma`.
 __device__ __forceinline__ void multiply_add(float (&c)[TILES][4], unsigned long long a, unsigned long long b) {
   if constexpr (Is<T>::bf16) PRODUCT("bf16");
   else PRODUCT("f16");
@@ -65,8 +65,8 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
   int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   int warp_row = warp % WARPS_N, warp_token = warp / WARPS_N;
 
-  // The plan, and the router's logits, are older than the predecessor of the second product, which so begins to load
-  // weights before it waits.
+  // The plan and the router's logits were written before the predecessor of the second product, which may therefore
+  // read them, and begin to load weights, before it waits.
   if (GATED) wait_for_predecessor(), start_successor();
   Tile tile;
 #if ROUTE
@@ -164,14 +164,14 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
             acc[half][0], descriptor(rows + (half * HALF + group_row) * BLOCK_K * 2 + k * 32),
             descriptor(tokens + k * 32));
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    // All warps have waited for the products of two steps ago, whose stage this is.
+    // The stage that is filled here was read two steps ago, by wgmma that all warps have waited for.
     if (step + AHEAD < steps) load_a(step + AHEAD), load_b(step + AHEAD);
     commit();
     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
   }
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #else
-  int a_row = lane & 15, a_chunk = lane >> 4;                      // of what this lane's address names
+  int a_row = lane & 15, a_chunk = lane >> 4;                      // what this lane's address names
   int b_row = (lane & 7) + (lane >> 4) * 8, b_chunk = lane >> 3 & 1;
   for (int step = 0; step < steps; ++step) {
     asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory");
@@ -200,7 +200,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
   }
 #endif
 
-  // Through shared memory, so that rows are written 16 bytes at a time.
+  // The results go through shared memory, so that rows are written 16 bytes at a time.
   asm volatile("cp.async.wait_group 0;" ::: "memory");
   __syncthreads();
   constexpr int STRIDE = OUTPUTS + 8;
@@ -208,7 +208,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
   if (bias) bias += (long long)tile.expert * (GATED ? 2 : 1) * N;
 #pragma unroll
   for (int p = 0; p < PAIRS; ++p) {
-    float added[2][2] = {};  // to the low and the high half's outputs, of which a thread has two
+    float added[2][2] = {};  // biases of this thread's two outputs in each half
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       int output = first + (warp_row * PAIRS + p) * 16 + (lane >> 2) + (i & 1) * 8 + (!GATED && i >= 2 ? HALF : 0);

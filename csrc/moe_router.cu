@@ -1,7 +1,7 @@
-// The norm in front of a mixture of experts and the logits of its router, of a few tokens in one launch. A block has
-// EXPERTS experts and TOKENS tokens; each of its threads has the same eight of every STEP values of all of them. It
-// fetches the experts' weights before it waits for its predecessor. H is a multiple of eight. -DLOGIT_SCALAR: type of
-// the router; -DTHREADS, -DTOKENS: of a block.
+// RMSNorm in front of a mixture of experts and the logits of its router, for a few tokens, in one launch. A block has
+// EXPERTS experts and TOKENS tokens; each of its threads has the same eight of every STEP columns of all of them. It
+// loads the experts' weights before it waits for its predecessor. H is a multiple of eight. -DLOGIT_SCALAR: type of the
+// router; -DTHREADS, -DTOKENS: of a block.
 #include "common.cuh"
 
 using L = LOGIT_SCALAR;
@@ -9,7 +9,7 @@ constexpr int EXPERTS = 2;
 constexpr int LANE = 8;
 constexpr int STEP = THREADS * LANE;
 
-// Sums over the block of N values a thread, known to all. `scratch` is written once.
+// Sum each of a thread's N values over the block, for all threads. `scratch` must not be in use.
 template <int N> __device__ __forceinline__ void block_sums(float (&x)[N], float (*scratch)[N]) {
   int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
 #pragma unroll
@@ -26,9 +26,9 @@ template <int N> __device__ __forceinline__ void block_sums(float (&x)[N], float
   }
 }
 
-// normed = x / sqrt(mean(x^2) + eps) * norm, as rms_norm rounds it, both [tokens, H], or else x; logits
-// [tokens, outputs] = normed @ weight^T + bias, of which the experts' rows [experts, H] are followed by the gate's, if
-// there is one, which has no bias. Grid: outputs / EXPERTS, tokens / TOKENS.
+// normed [tokens, H] = x / sqrt(mean(x^2) + eps) * norm, rounded like rms_norm, or x without a norm. logits
+// [tokens, outputs] = normed @ weight^T + bias, with weight [experts, H]; then, if there is a `gate` [H] of a shared
+// expert, its logit, which has no bias. Grid: (outputs / EXPERTS, tokens / TOKENS), rounded up.
 extern "C" __global__ void __launch_bounds__(THREADS) moe_router(
     const T* x, OPTIONAL const W* norm, float eps, const L* weight, OPTIONAL const L* bias, OPTIONAL const L* gate,
     OPTIONAL T* normed, L* logits, int tokens, int experts, int H) {

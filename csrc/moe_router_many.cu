@@ -1,27 +1,27 @@
-// The norm in front of a mixture of experts and the logits of its router, in one launch, of more tokens than
-// moe_router.cu is for. A cluster of SPLIT blocks has TOKENS of them, each block a part of the columns: they exchange
-// sums of squares, and then sums of products, of which each block adds up those of TOKENS / SPLIT tokens, and may
-// choose these tokens' experts. A block fetches all of its weights into registers before it waits for its predecessor.
+// RMSNorm in front of a mixture of experts and the logits of its router, in one launch, for more tokens than
+// moe_router.cu. The SPLIT blocks of a cluster have TOKENS tokens and divide the columns. They exchange sums of squares
+// for the norm, and then partial sums of the logits: each block adds up those of TOKENS / SPLIT tokens, and may choose
+// the experts of these tokens. A block loads all of its weights into registers before it waits for its predecessor.
 //
-// A warp has TILES times eight experts and every KPARTS-th of the block's units of 32 columns. Of a unit lane 4g + p
-// has columns 8p to 8p + 7 of expert g and of tokens g and g + 8, as two steps of `mma` (mma.cuh), whose columns so are
-// not in their order: step 0 has 8p to 8p + 3, step 1 the next four. T is the router's type, too. -DEXPERTS, a multiple
-// of 8, -DTILES, -DKPARTS, -DUNITS: at most of a block. With -DTOP_K: as in moe.cuh.
+// A warp has TILES times eight experts and every KPARTS-th unit of 32 columns of the block. Of a unit, lane 4g + p has
+// columns 8p to 8p + 7 of expert g and of tokens g and g + 8: the first four for one `mma` (mma.cuh), the next four for
+// another. That permutes the columns, over which is summed, alike in both operands. T is the router's type, too.
+// -DEXPERTS: a multiple of 8; -DTILES; -DKPARTS; -DUNITS: the most of a block. With -DTOP_K: as in moe.cuh.
 #include "cluster.cuh"
 #include "mma.cuh"
 #include "moe.cuh"
 
-constexpr int SPLIT = 8, TOKENS = 16, OWN = TOKENS / SPLIT;  // of a cluster, and of a block in the end
+constexpr int SPLIT = 8, TOKENS = 16, OWN = TOKENS / SPLIT;  // OWN: tokens whose logits a block adds up
 constexpr int WARPS = EXPERTS / 8 / TILES * KPARTS, THREADS = WARPS * 32;
 constexpr int OWN_UNITS = (UNITS + KPARTS - 1) / KPARTS;  // of a warp
-constexpr int PITCH = UNITS * 64 + (UNITS % 2 ? 0 : 64);  // bytes of a token: its neighbours are in other banks
-constexpr int LANES = THREADS / TOKENS;                   // threads of a token
-constexpr int CHUNKS = (UNITS * 4 + LANES - 1) / LANES;   // of 16 bytes, of each of them
+constexpr int PITCH = UNITS * 64 + (UNITS % 2 ? 0 : 64);  // bytes of a token, without bank conflicts
+constexpr int LANES = THREADS / TOKENS;                   // threads that norm a token
+constexpr int CHUNKS = (UNITS * 4 + LANES - 1) / LANES;   // 16-byte chunks of each of these threads
 static_assert(EXPERTS % (8 * TILES) == 0 && LANES >= 8 && LANES <= 32 && 32 % LANES == 0);
 
-// normed = x / sqrt(mean(x^2) + eps) * norm, as rms_norm rounds it, both [tokens, H]. use(n, expert, logit) gets the
-// logits, normed @ weight^T + bias, of the block's n-th own token. Clusters are along the grid's first axis, their
-// tokens along its second. H is a multiple of 32.
+// Write normed [tokens, H] = x / sqrt(mean(x^2) + eps) * norm, rounded like rms_norm, and call use(n, expert, logit)
+// with the logits, normed @ weight^T + bias, of the block's n-th own token. The first axis of the grid is the cluster,
+// the second one its tokens. H is a multiple of 32.
 template <typename Use> __device__ __forceinline__ void norm_and_score(
     const T* x, const W* norm, float eps, const T* weight, const T* bias, T* normed, int tokens, int H, Use use) {
   __shared__ __align__(16) unsigned char rows[TOKENS * PITCH];
@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) moe_router_many(
 }
 
 #ifdef TOP_K
-// experts, weights [tokens, TAKEN]: what moe_route (moe.cu) makes of the logits.
+// Choose experts and weights [tokens, TAKEN] by the logits, as moe_route (moe.cu) does.
 extern "C" __global__ void __launch_bounds__(THREADS) moe_router_choose(
     const T* x, const W* norm, float eps, const T* weight, OPTIONAL const T* bias, T* normed, int tokens, int H,
     int weighting, int first_expert, int held, OPTIONAL const float* expert_scale, int* experts, float* weights) {

@@ -1,29 +1,29 @@
-// Writing into the peers' memory (push). -DRANKS: of the group.
+// Collectives that write into the peers' memory (push). -DRANKS: GPUs of the group.
 //
 // Each rank has three buffers that all others can write to. A call, or *epoch*, uses one of them: ranks write their
-// values there, and each reads what it has got until it is no longer EMPTY, so data is its own flag and one crossing of
-// NVLink is all that a call waits for (the Lamport protocol of TensorRT-LLM and FlashInfer). A call also empties the
-// buffer of the call before: a peer comes to write there again two calls later, when it has got something of the call
-// between, which this rank begins behind this one.
+// values into each other's buffer, and each polls its own until no word is EMPTY any more. So the data is its own flag,
+// and one crossing of NVLink is all that a call waits for (the Lamport protocol of TensorRT-LLM and FlashInfer). A call
+// also empties the buffer of the call before. That is early enough: a peer writes to that buffer again two calls later,
+// after it has received something of the call between, which this rank only sends once it has ended this call.
 #pragma once
 #include "common.cuh"
 
 constexpr unsigned EMPTY = 0x80000000u;         // -0 in float32, or -0 and 0 in two 16-bit floats: sent as zeros
-constexpr unsigned LOOKS_BETWEEN_CLOCKS = 1 << 14;  // some 4 ms
+constexpr unsigned LOOKS_BETWEEN_CLOCKS = 1 << 14;  // polls from one look at the clock to the next, some 4 ms
 
 struct alignas(16) Words { unsigned w[4]; };
 static_assert(sizeof(Words) == sizeof(Vec<VEC>), "a vector is 16 bytes");
 
 struct Control {       // in the rank's own memory
   unsigned epoch;      // modulo 3
-  unsigned done;       // blocks of this call
-  unsigned used;       // vectors of the buffer of the call before
-  unsigned failed;     // nothing is waited for any more
+  unsigned done;       // blocks that have finished this call
+  unsigned used;       // vectors that the call before has used of its buffer
+  unsigned failed;     // set once a peer is late: nothing is waited for any more
 };
 
 struct Status {        // in the host's memory
   unsigned abort;      // set by the host: wait no longer
-  unsigned late_rank;  // one more than the rank that did not come in time
+  unsigned late_rank;  // one more than the rank whose data did not arrive in time
 };
 
 __device__ __forceinline__ unsigned look(const unsigned* flag) { return *(const volatile unsigned*)flag; }
@@ -57,14 +57,14 @@ __device__ __forceinline__ unsigned long long nanoseconds() {
 }
 
 struct Group {
-  Words* buffers[RANKS];  // of this call
-  const Words* own;       // this rank's of them
-  Words* before;          // this rank's, of the call before
+  Words* buffers[RANKS];  // every rank's buffer of this call
+  const Words* own;       // this rank's buffer of this call
+  Words* before;          // this rank's buffer of the call before
   Control* control;
   Status* status;
   int rank;
   unsigned epoch;
-  unsigned long long patience;
+  unsigned long long patience;  // nanoseconds until a peer is late
 
   __device__ __forceinline__ Group(
       const long long* addresses, int* control, int* status, int rank, long long buffer_bytes, long long patience)
@@ -78,7 +78,7 @@ struct Group {
 
   __device__ __forceinline__ bool has_failed() const { return look(&control->failed); }
 
-  // Look until a value is here that rank `from` sends; zeros if it does not come in time.
+  // Poll until the value that rank `from` sends is here; zeros if it does not arrive in time.
   __device__ __forceinline__ Words wait_for(const Words* slot, int from) const {
     unsigned long long deadline = 0;
     Words x = look(slot);
@@ -95,7 +95,7 @@ struct Group {
     return x;
   }
 
-  // Give all others this rank's vectors.
+  // Send this rank's vectors to all others.
   __device__ __forceinline__ void send_all(const T* x, int vectors, int first, int stride) const {
     for (int i = first; i < vectors; i += stride) {
       Words mine = without_empty(((const Words*)x)[i]);
@@ -105,7 +105,7 @@ struct Group {
     }
   }
 
-  // The values of all ranks at places `stride` vectors apart. This rank's own is x.
+  // Receive one value from every rank, at `place` of its vectors, which are `stride` apart. This rank's own is x.
   __device__ __forceinline__ void receive(Words (&values)[RANKS], Words x, int place, int stride) const {
 #pragma unroll
     for (int r = 0; r < RANKS; ++r) values[r] = r == rank ? x : look(own + (r * stride + place));
@@ -128,7 +128,7 @@ struct Group {
     for (int i = first, used = look(&control->used); i < used; i += stride) before[i] = nothing;
   }
 
-  // All of a block's threads call it last.
+  // End the call; all threads of a block call it last. `used`: vectors that the call has used of the buffer.
   __device__ __forceinline__ void finish(int used) const {
     __syncthreads();
     if (threadIdx.x || atomicAdd(&control->done, 1) != gridDim.x - 1) return;

@@ -1,22 +1,23 @@
-// Skinny matrix products, of a small decode's few rows: y [M, N] = x [M, K] @ weight [N, K]^T, bound by reading the
-// weight once.
+// Skinny GEMM for the few rows of a small decode: y [M, N] = x [M, K] @ weight [N, K]^T, bound by reading the weight
+// once.
 //
-// A block computes BLOCK_N columns of y, which are rows of the weight; in a cluster of CLUSTER blocks each takes a part
-// of K. Weights stream through a ring in shared memory, 8 KB a stage, swizzled so that no two rows meet in a bank; the
-// ring is filled before the kernel waits for its predecessor, so the memory is never idle between kernels. Each warp
-// multiplies 16 rows of the weight with all of x on tensor cores; where BLOCK_N is 16, four warps divide the stage's
-// columns. The cluster's blocks push their sums to one another, and each adds up its share of them in a fixed order.
+// A block computes BLOCK_N columns of y, which are rows of the weight; the CLUSTER blocks of a cluster divide K
+// (split-K). Weights stream through a ring in shared memory, 8 KB a stage, swizzled to avoid bank conflicts. The ring
+// is filled before the kernel waits for its predecessor, so the memory is never idle between kernels. Each warp
+// multiplies 16 rows of the weight with all of x on tensor cores; where BLOCK_N is 16, four warps divide the columns of
+// a stage. In the epilogue the cluster's blocks push their sums to one another, and each block adds up those of its own
+// columns in a fixed order.
 //
 // The weight is the left operand of `mma` (mma.cuh), x the right one. For example lane 5 of warp 1, with BLOCK_N 64 and
 // M_MAX 8: the warp has rows 16 to 31 of the block's 64, so the lane's sums acc[0] are y[2][17], y[3][17], y[2][25],
-// y[3][25] (g = 1, p = 1), as far as its block's part of K goes. With BLOCK_N 16 warp 1 has rows 0 to 15, and columns
+// y[3][25] (g = 1, p = 1), over its block's part of K. With BLOCK_N 16 warp 1 has rows 0 to 15, and columns
 // 64 to 127 of a stage's 256: the lane's sums are those of y[2][1], y[3][1], y[2][9], y[3][9] over these columns.
 //
 // BLOCK_N: 64 for large weights, 16 for small ones, which then need no cluster to keep the multiprocessors busy.
-// NORM: x is RMS-normed: y = scale(x) * ((x * norm) @ weight^T), the scale known once all of x has been multiplied.
+// NORM: x is RMS-normed: y = scale(x) * ((x * norm) @ weight^T), where the scale is known once all of x has been read.
 // GATED: the weight's first half gates its second: y [M, N / 2] = activation(gate) * up.
 // M is at most M_MAX (8 or 16), K a multiple of COLUMNS, N of 8 (GATED: of 16). T is bf16 or f16.
-// skinny_gemm_push: y is a part of a sum over GPUs, and goes to all of them (-DRANKS, push.cuh) instead of to memory.
+// skinny_gemm_push: y is one rank's part of an all-reduce, and goes to the buffers of all -DRANKS GPUs (push.cuh).
 #include "cluster.cuh"
 #include "mma.cuh"
 #if RANKS > 1
@@ -24,22 +25,22 @@
 #endif
 
 constexpr int BLOCK_THREADS = 128;
-constexpr int COLUMNS = 4096 / BLOCK_N;         // of K, of a stage
-constexpr int LINE = COLUMNS * sizeof(T);    // bytes
-constexpr int PARTS = LINE / 16;             // of 16 bytes
+constexpr int COLUMNS = 4096 / BLOCK_N;      // columns of a stage
+constexpr int LINE = COLUMNS * sizeof(T);    // bytes of a row of a stage
+constexpr int PARTS = LINE / 16;             // 16-byte parts of such a row
 constexpr int WARPS_N = BLOCK_N / 16;
-constexpr int WARPS_K = BLOCK_THREADS / 32 / WARPS_N;  // warps that share a row, 64 columns of a stage each
-constexpr int W_STAGE = BLOCK_N * LINE;         // bytes
+constexpr int WARPS_K = BLOCK_THREADS / 32 / WARPS_N;  // warps with the same rows, 64 columns of a stage each
+constexpr int W_STAGE = BLOCK_N * LINE;      // bytes
 constexpr int X_STAGE = M_MAX * LINE;        // bytes
 constexpr int STAGE = W_STAGE + X_STAGE + (NORM ? LINE : 0);
-constexpr int AHEAD = STAGES - 1;            // stages on their way
-constexpr int SHARE = BLOCK_N / CLUSTER;        // rows of the weight whose sums a block adds up
+constexpr int AHEAD = STAGES - 1;            // stages that are being loaded
+constexpr int SHARE = BLOCK_N / CLUSTER;     // rows of the weight whose sums a block adds up
 constexpr int OUTPUTS = GATED ? SHARE / 2 : SHARE;
 constexpr int TILES = M_MAX / 8;
 
 extern __shared__ __align__(1024) unsigned char memory[];
 
-// Offset of 16 bytes of a line: swizzled among eight places.
+// Offset of 16 bytes of a line, swizzled by the line's number modulo 8.
 __device__ __forceinline__ int swizzled(int line, int part) { return line * LINE + ((part ^ (line & 7)) << 4); }
 
 __device__ __forceinline__ void copy_async(void* to, const void* from) {
@@ -50,13 +51,13 @@ template <int PENDING> __device__ __forceinline__ void wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Four 8 x 8 matrices of 16-bit values, one row of them from each lane's address.
+// Load four 8 x 8 matrices of 16-bit values: lanes 8i to 8i + 7 pass the addresses of the rows of matrix i.
 __device__ __forceinline__ void load_matrices(unsigned (&r)[4], const void* line) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(line)) : "memory");
 }
 
-// Store at the place of `mine` in the block `rank` of the cluster.
+// Store to the variable `mine` of the block `rank` of the cluster.
 __device__ __forceinline__ void push(float* mine, int rank, float a, float b) {
   if (CLUSTER == 1) mine[0] = a, mine[1] = b;
   else store_at(address_in(rank, mine), a, b);
@@ -67,10 +68,10 @@ __device__ __forceinline__ void push(float* mine, int rank, float a) {
   else store_at(address_in(rank, mine), a);
 }
 
-// A stage's 16 rows of the weight times x, with one instruction a warp for each 16 columns and 8 rows of x.
+// Multiply a warp's 16 rows of a stage's weight with x: one `mma` for each 16 columns and 8 rows of x.
 __device__ __forceinline__ void multiply_stage(
     const unsigned char* ws, float (&acc)[TILES][4], float (&square)[TILES], int row_warp, int sharer) {
-  // Lines that ldmatrix reads: of the weight 16 rows, two parts; of x 16 rows, two parts, or 8 rows, four parts.
+  // A load of the weight reads 16 rows and two parts; one of x 16 rows and two parts, or 8 rows and four parts.
   int lane = threadIdx.x & 31, w_line = row_warp * 16 + (lane & 15), w_part = sharer * 8 + (lane >> 4);
   int x_line = M_MAX == 8 ? lane & 7 : (lane & 7) + (lane >> 4) * 8;
   int x_part = sharer * 8 + (M_MAX == 8 ? lane >> 3 : lane >> 3 & 1);
@@ -81,7 +82,7 @@ __device__ __forceinline__ void multiply_stage(
   for (int k = 0; k < 4; ++k) {  // 16 columns each
     unsigned a[4], low = NORM ? scale[k * 8] : 0, high = NORM ? scale[k * 8 + 4] : 0;
     load_matrices(a, ws + swizzled(w_line, k * 2 + w_part));
-    // Columns 2p, 2p + 1 and 2p + 8, 2p + 9 of row g of x. Warps with the same columns divide the squares.
+    // b0 and b1: columns 2p, 2p + 1 and 2p + 8, 2p + 9 of row g of x. Warps with the same columns divide the squares.
     auto multiply_tile = [&](int t, unsigned b0, unsigned b1) {
       if (NORM) {
         if (k % WARPS_N == row_warp) square[t] += sum_squares(b0) + sum_squares(b1);
@@ -103,17 +104,17 @@ __device__ __forceinline__ void multiply_stage(
 }
 
 using Sums = float[CLUSTER * WARPS_K][SHARE][M_MAX];
-using Squares = float[CLUSTER * BLOCK_THREADS / 32][NORM ? M_MAX : 2];  // of each warp of each block
+using Squares = float[CLUSTER * BLOCK_THREADS / 32][NORM ? M_MAX : 2];  // by warp of the cluster and row of x
 
-// A block's part of all columns, and the squares' sums.
+// The main loop: this block's part of K; then all blocks exchange their sums, and those of the squares of x.
 __device__ __forceinline__ void multiply(
     Sums& sums, Squares& squares, const T* x, const T* norm, const T* weight, int M, int N, int K) {
   int rank = blockIdx.x, thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
-  if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // this block is there
+  if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // this block has begun
   int stages = K / COLUMNS, begin = stages * rank / CLUSTER, count = stages * (rank + 1) / CLUSTER - begin;
 
   // A thread copies 16 bytes of four lines of a stage. GATED: the first half of the lines are gates.
-  constexpr int LINES = BLOCK_THREADS / PARTS;  // that the block copies at a time
+  constexpr int LINES = BLOCK_THREADS / PARTS;  // lines that the block copies at a time
   int part = thread % PARTS, copied = thread / PARTS, half = N / 2;
   const T* w_from[4];
 #pragma unroll
@@ -161,9 +162,9 @@ __device__ __forceinline__ void multiply(
     multiply_stage(memory + i % STAGES * STAGE, acc, square, row_warp, sharer);
   }
 
-  // A lane has sums of the rows g and g + 8 of its warp's 16 of the weight, and of the rows 2p and 2p + 1 of each 8 of
-  // x.
-  if (CLUSTER > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all blocks are there
+  // A lane has the sums of rows g and g + 8 of its warp's 16 rows of the weight, and of rows 2p and 2p + 1 of each
+  // eight rows of x.
+  if (CLUSTER > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all blocks have begun
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     int row = row_warp * 16 + (lane >> 2) + h * 8, column = GATED ? row % (BLOCK_N / 2) : row;
@@ -219,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) skinny_gemm(
 }
 
 #if RANKS > 1
-// NORM and GATED are 0. The sum of the GPUs' y is all_reduce.cu's: `received`.
+// NORM and GATED are 0. `received` of all_reduce.cu adds up what the GPUs have sent.
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) skinny_gemm_push(
     const T* x, const T* weight, const long long* addresses, int* control, int rank, long long buffer_bytes, int M,
     int N, int K) {
@@ -233,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) skinny_gemm_push(
     float y = 0.f;
 #pragma unroll
     for (int r = 0; r < CLUSTER * WARPS_K; ++r) y += sums[r][column][m];
-    // Eight lanes have a vector: the first of them gets it.
+    // The first of each eight lanes collects a vector of eight values.
     unsigned one = from_float<T>(y).bits, two = one | __shfl_down_sync(0xffffffffu, one, 1) << 16;
     Words words = {two, __shfl_down_sync(0xffffffffu, two, 2), __shfl_down_sync(0xffffffffu, two, 4),
                    __shfl_down_sync(0xffffffffu, two, 6)};

@@ -1,20 +1,21 @@
-// Matrix products of tens of rows, of a decode of a batch: y [M, N] = x [M, K] @ weight [N, K]^T, M up to X_ROWS, 32 or
-// 64, on Hopper.
+// GEMM for the tens of rows of a batch's decode, on Hopper: y [M, N] = x [M, K] @ weight [N, K]^T, M up to X_ROWS,
+// which is 32 or 64.
 //
-// A block computes BLOCK_N columns of y, which are rows of the weight; in a cluster of SPLIT blocks each takes a part
-// of K. One of its threads, the producer, asks the tensor memory accelerator for stages of 64 columns of the weight's
-// rows and of all of x, which arrive swizzled in a ring in shared memory. A warpgroup multiplies x (the left operand,
-// with zeros beyond its M rows) with the weight's rows (the right one) by wgmma, straight from the ring. In the end the
-// blocks of a cluster send their sums to one another, and each adds up those of its part of x's rows, in order.
+// A block computes BLOCK_N columns of y, which are rows of the weight; the SPLIT blocks of a cluster divide K
+// (split-K). One thread of a block, the producer, loads stages of 64 columns of the weight's rows and of all of x by
+// the tensor memory accelerator (TMA), which arrive swizzled in a ring in shared memory. The consumer, a warpgroup,
+// multiplies x (the left operand, with zeros beyond its M rows) with the weight's rows (the right one) by wgmma,
+// straight from the ring. In the epilogue the blocks of a cluster send their sums to one another, and each block adds
+// up the sums of its part of x's rows, in the order of the blocks.
 //
 // wgmma leaves the sums in registers as `mma` does (mma.cuh), 16 rows of x for each warp: lane 5 of warp 1 has acc[t]
 // of y[17][8t + 2], y[17][8t + 3], y[25][8t + 2] and y[25][8t + 3], columns counted from the block's first.
 //
 // Weights do not depend on the kernel before this one: the ring is filled with them before waiting for it.
 //
-// A stage's life: `full` completes when all of its bytes have arrived, `empty` when all warps have used them.
-// `received` completes when all sums are here, for each block one copy. So nothing needs a fence for the whole device
-// (which is what `release` in a cluster compiles to), which costs most of a microsecond.
+// Barriers: `full` of a stage completes when all of its bytes have arrived, `empty` when all warps have read them, and
+// `received` when the sums of all blocks have arrived, one bulk copy from each. So nothing needs a fence of the whole
+// device (to which a cluster barrier with `release` compiles), which costs most of a microsecond.
 //
 // GATED: the weight's first half gates its second: y [M, N / 2] = activation(gate) * up.
 // K is a multiple of 64, N of 8 (GATED: of 16). T is bf16 or f16.
@@ -27,15 +28,15 @@ constexpr int CONSUMERS = 128;          // threads: a warpgroup
 constexpr int WARPS = CONSUMERS / 32;
 constexpr int THREADS = CONSUMERS + 32;
 constexpr int W_STAGE = BLOCK_N * LINE;    // bytes
-constexpr int X_STAGE = X_ROWS * LINE;     // of 32 rows: wgmma reads the weight as 32 more, whose sums nobody reads
+constexpr int X_STAGE = X_ROWS * LINE;     // of 32 rows, wgmma reads the weight as 32 more rows; their sums are unused
 constexpr int STAGE = X_STAGE + W_STAGE;
 static_assert(STAGE >= 64 * LINE, "wgmma reads 64 rows");
 constexpr int OUTPUTS = GATED ? BLOCK_N / 2 : BLOCK_N;
-constexpr int STRIDE = BLOCK_N % 16 ? BLOCK_N : BLOCK_N + 8;  // of sums in shared memory, in floats: no bank conflicts
+constexpr int STRIDE = BLOCK_N % 16 ? BLOCK_N : BLOCK_N + 8;  // floats of a row of sums, without bank conflicts
 constexpr int OWN = (X_ROWS + SPLIT - 1) / SPLIT;    // rows of x, at most, whose sums a block adds up
-// In which its threads do that, four sums each.
+// Iterations in which the block's threads add these up, four sums each.
 constexpr int TURNS = (OWN * (OUTPUTS / 4) + CONSUMERS - 1) / CONSUMERS;
-constexpr bool FETCHES = !GATED && TURNS <= 16;      // the residual before the sums are there, if registers hold it
+constexpr bool FETCHES = !GATED && TURNS <= 16;      // the residual is loaded before the sums arrive: it fits registers
 
 extern __shared__ __align__(1024) unsigned char memory[];  // the ring; then the sums
 
@@ -44,7 +45,7 @@ extern __shared__ __align__(1024) unsigned char memory[];  // the ring; then the
   ", 1, 1, 1, 0, 0;"
 
 // c [64, BLOCK_N] += a [64, 16] @ b [BLOCK_N, 16]^T of a warpgroup, whose warps have 16 rows of c each, laid out as by
-// `mma`. In pieces of powers of two, from column AT on. a and b describe where the operands lie.
+// `mma`; one wgmma for each 128, 64, 32, 16 or 8 columns, from column AT on. a and b are matrix descriptors.
 template <int AT> __device__ __forceinline__ void multiply_add(
     float (*c)[4], unsigned long long a, unsigned long long b) {
   if constexpr (AT < BLOCK_N) {
@@ -120,14 +121,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) small_batch_gemm(
 #pragma unroll
       for (int k = 0; k < BLOCK_K / 16; ++k) multiply_add<0>(acc, descriptor(x + k * 32), descriptor(w + k * 32));
       asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
-      // The products of the step before are complete: its stage may be filled again.
+      // All wgmma of the step before have ended: its stage may be filled again.
       if (step > 0 && step - 1 + STAGES < count && lane == 0) arrive(&empty[(step - 1) % STAGES]);
     }
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   }
 
-  // The ring is not needed any more, here and where the sums go. A block's own lie by [row of x, row of the weight],
-  // and behind them (SPLIT > 1) those that it adds up, by [split, row of x, row of the weight].
+  // The ring is free now in all blocks of the cluster. Its memory gets the block's own sums [row of x, row of the
+  // weight] and behind them, if SPLIT > 1, the received ones [split, row of x, row of the weight].
   if (SPLIT > 1) meet_cluster();
   else __syncthreads();
   if (warp == WARPS) return;
@@ -151,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) small_batch_gemm(
     float* here = sums + X_ROWS * STRIDE;
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
-    int rows = max(0, min(own, M - thread * own));  // that block `thread` adds up
+    int rows = max(0, min(own, M - thread * own));  // rows of x that block `thread` adds up
     if (thread < SPLIT && rows)
       send(address_in(thread, here + split * own * STRIDE), sums + thread * own * STRIDE, rows * STRIDE * 4,
            address_in(thread, &received));
@@ -194,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) small_batch_gemm(
     }
     *(Vec<4>*)(out + (long long)m * width + n) = result;
   }
-  // The copies to the other blocks read this one's memory: it stays until all of them are done.
+  // Bulk copies to other blocks read this block's memory: it stays until all blocks are done.
   __syncwarp();
   if (SPLIT > 1) wait_for_cluster();
 }
