@@ -4,8 +4,9 @@ Requests leave on time whatever became of those before them, and latencies count
 random token ids (POST /v1/completions), answers have an exact length (`ignore_eos`) and are streamed. The load is one
 of: Poisson arrivals (`--rate`), all at once (`--burst`), or the replay of a trace (`--trace`: Mooncake's JSON lines,
 whose shared blocks become shared prefixes, or Azure's CSV) at `--speed` times its pace. `--concurrency` is a closed
-loop instead: so many requests at a time, each leaves when one has ended. Several rates, speeds or concurrencies run
-one after the other. What follows `--` is a command that starts the server, which is ended afterwards.
+loop instead: so many requests at a time, each leaves when one has ended, and the first begin in the midst of their
+answers. Several rates, speeds or concurrencies run one after the other. What follows `--` is a command that starts the
+server, which is ended afterwards.
 
     python benchmark/serve.py --rate 4 --requests 50 --input 200 --output 40 -- python -m minisgl --port 0
     python benchmark/serve.py --base-url http://127.0.0.1:1919 --trace mooncake.jsonl --requests 1000 --speed 1,2,4
@@ -22,21 +23,34 @@ from pathlib import Path
 
 from measuring.arguments import add_output_arguments, integers, make_parser, numbers, output_of
 from measuring.client import Target
+from measuring.idle import IdleWatch, NotIdle
 from measuring.load import run_load
 from measuring.load_arguments import add_client_arguments, add_served_arguments, slo_of
+from measuring.online_workloads import LENGTHS
 from measuring.probe import warm_up
 from measuring.report import Cell, table
 from measuring.server_process import LaunchFailed, Served, ServerProcess, ask_served, exit_on_sigterm
-from measuring.statistics import LoadSummary, Spread, summarize, summarize_closed_loop
+from measuring.statistics import (
+    LoadSummary,
+    Spread,
+    full_time,
+    summarize,
+    summarize_closed_loop,
+    summarize_window,
+)
 from measuring.traces import TraceRow, read_trace, replay
-from measuring.workload import Lengths, TimedRequest, closed_loop, poisson_arrivals, synthetic_load
+from measuring.workload import Lengths, LengthSource, TimedRequest, closed_loop, poisson_arrivals, synthetic_load
+
+IDLE_TIMEOUT = 60  # seconds for a server to come to rest before a load
 
 
 def make_loads(
     args: argparse.Namespace, rows: list[TraceRow], served: Served
 ) -> list[tuple[str, list[TimedRequest], int]]:
     """Return the loads by name, and of each how many requests were cut. No two share a prompt."""
-    lengths = Lengths(args.input, args.output, 0.0 if args.fixed else 0.7, 0.0 if args.fixed else 0.6)
+    lengths: LengthSource = Lengths(args.input, args.output, 0.0 if args.fixed else 0.7, 0.0 if args.fixed else 0.6)
+    if args.shape:
+        lengths = LENGTHS[args.shape]
     limits = {"vocab_size": served.vocab_size, "context": served.context}
     loads = []
     if rows:
@@ -48,7 +62,8 @@ def make_loads(
         for index, concurrency in enumerate(args.concurrency):
             seed, count = args.seed + index, args.requests or 2 * concurrency
             load, num_cut = synthetic_load(seed, [0.0] * count, lengths, **limits)
-            loads.append((f"{concurrency} at a time", closed_loop(load, concurrency, seed), num_cut))
+            seeds = {"seed": seed, "vocab_size": served.vocab_size}
+            loads.append((f"{concurrency} at a time", closed_loop(load, concurrency, **seeds), num_cut))
     else:
         for index, rate in enumerate(args.rate):
             seed = args.seed + index
@@ -102,6 +117,12 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     work.add_argument("--rate", type=numbers, default=(1.0,), metavar="R", help="Poisson arrivals a second: 2,4,8")
     work.add_argument("--burst", type=int, metavar="N", help="this many requests at once instead")
     work.add_argument("--concurrency", type=integers, metavar="N", help="this many requests at a time instead: 64,256")
+    work.add_argument(
+        "--seconds",
+        type=float,
+        metavar="S",
+        help="end a closed loop so long after all places had a first token, and judge what came in this time",
+    )
     work.add_argument("--trace", type=Path, metavar="FILE", help="replay this trace instead")
     work.add_argument("--speed", type=numbers, default=(1.0,), metavar="X", help="times the trace's pace: 1,2,4")
     work.add_argument(
@@ -109,6 +130,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     )
     work.add_argument("--input", type=int, default=1750, metavar="TOKENS", help="mean prompt, log-normal")
     work.add_argument("--output", type=int, default=350, metavar="TOKENS", help="mean answer, log-normal")
+    work.add_argument("--shape", choices=list(LENGTHS), help="lengths of goodput.py's workload by this name instead")
     work.add_argument("--fixed", action="store_true", help="every prompt and answer of the mean length")
     add_client_arguments(parser)
     add_output_arguments(parser)
@@ -118,6 +140,8 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
         parser.error("give --base-url, or a command that starts the server after --")
     if args.concurrency and args.requests and args.requests < 2 * max(args.concurrency):
         parser.error("--requests must be at least twice --concurrency: the first request of each place is not counted")
+    if args.seconds is not None and (not args.concurrency or args.seconds <= 0):
+        parser.error("--seconds is the time of a closed loop, --concurrency, and must be above 0")
     if args.base_url:
         args.base_url = args.base_url.rstrip("/").removesuffix("/v1")
     return args, command
@@ -139,15 +163,24 @@ def main() -> None:
         served = ask_served(base_url, model=args.model, context=args.context, vocab_size=args.vocab, api_key=api_key)
         target = Target(base_url, served.model, args.temperature, args.timeout, api_key)
         warm_up(target, served, args.seed)
+        idle = IdleWatch(target, served.vocab_size)
         for name, load, num_cut in make_loads(args, rows, served):
+            idle.wait(IDLE_TIMEOUT)
             if num_cut:
                 print(f"{name}: {num_cut} of {len(load)} requests were cut to the context of {served.context} tokens")
-            records = run_load(target, load, processes=args.processes, label=name).records
+            run = run_load(target, load, processes=args.processes, label=name, seconds=args.seconds)
+            records = run.records
             for error in sorted({record.error for record in records if record.error})[:3]:
                 print(f"{name}: error: {error}")
             num_first = sum(request.follows is None for request in load)
             closed = num_first < len(load)
-            summaries[name] = summarize_closed_loop(records, slo, num_first) if closed else summarize(records, slo)
+            if run.stopped_at is not None:
+                begin, end = full_time([*records, *run.cut], num_first, len(load), run.stopped_at)
+                summaries[name] = summarize_window(records, run.cut, slo, begin, end)
+            elif closed:
+                summaries[name] = summarize_closed_loop(records, slo, num_first)
+            else:
+                summaries[name] = summarize(records, slo)
             cuts[name] = num_cut
             all_records.append(records)
     print_summaries(summaries)
@@ -162,5 +195,5 @@ if __name__ == "__main__":
     exit_on_sigterm()
     try:
         main()
-    except LaunchFailed as error:
+    except (LaunchFailed, NotIdle) as error:
         sys.exit(f"serve: error: {error}")

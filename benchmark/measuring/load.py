@@ -2,7 +2,8 @@
 
 Only the turns of a session wait for each other: the next one leaves when its user has thought about the answer. Every
 process takes each n-th session, encodes all of its requests beforehand, and says ready; then all start at one moment.
-Their records come back as requests end, so that a load which shows enough can be stopped.
+Their records come back as requests end, so that a load which shows enough can be stopped; requests that still run then
+are told as far as they came.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import math
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from operator import attrgetter
 
 import uvloop
 from tqdm import tqdm
@@ -31,8 +34,13 @@ class LoadRun:
     """Records of a load's requests, in order, and what it cost to send them."""
 
     records: list[RequestRecord]  # of all requests, or of those that had ended when the load was stopped
+    cut: list[RequestRecord]  # of requests that ran when it was stopped, with as many tokens as had come
     cpu_share: float  # CPU time of the generator's busiest process over the time that it ran; 1: a whole core
-    stopped: bool
+    stopped_at: float | None  # seconds after the start; none: it ended by itself
+
+    @property
+    def stopped(self) -> bool:
+        return self.stopped_at is not None
 
 
 Session = list[tuple[int, TimedRequest]]  # turns in order, with their indices in the load
@@ -60,6 +68,8 @@ class _Report:
     """Requests that ended since the last report of a process; the last one has its share of a core."""
 
     records: list[RequestRecord]
+    answered: bool  # True if all of its sessions have begun to be answered
+    cut: list[RequestRecord] = field(default_factory=list)
     cpu_share: float | None = None
 
 
@@ -92,10 +102,12 @@ def run_load(
     label: str = "",
     on_tick: Tick | None = None,
     enough: Enough | None = None,
+    seconds: float | None = None,
 ) -> LoadRun:
     """Send a load and return what became of it. Shows a bar on stderr. RuntimeError when a process dies.
 
-    When `enough`, asked ten times a second, is True, the connections of all requests that still run are closed.
+    When `enough`, asked ten times a second, is True, or `seconds` after the first request of every session has its
+    first token, the connections of all requests that still run are closed.
     """
     sessions = sessions_of(load)
     processes = max(1, min(processes, len(sessions)))
@@ -116,7 +128,7 @@ def run_load(
         for pipe in pipes:
             pipe.send(start)
         with tqdm(total=len(load), desc=label, unit="request") as bar:
-            run = _gather(pipes, bar, start, [worker.pid or 0 for worker in workers], on_tick, enough)
+            run = _gather(pipes, bar, start, [worker.pid or 0 for worker in workers], on_tick, enough, seconds)
     except EOFError:
         raise RuntimeError("a process of the load generator died") from None
     finally:
@@ -135,28 +147,38 @@ def _gather(
     pids: list[int],
     on_tick: Tick | None,
     enough: Enough | None,
+    seconds: float | None,
 ) -> LoadRun:
     records: list[RequestRecord] = []
+    cut: list[RequestRecord] = []
     cpu_share = 0.0
-    stopped = False
-    working = list(pipes)
+    stopped_at: float | None = None
+    end = math.inf
+    working, unanswered = list(pipes), set(pipes)
     while working:
         for pipe in wait(working, timeout=TICK_SECONDS):
             assert isinstance(pipe, Connection)
             report: _Report = pipe.recv()
             records += report.records
+            cut += report.cut
             bar.update(len(report.records))
+            if report.answered:
+                unanswered.discard(pipe)
             if report.cpu_share is not None:
                 cpu_share = max(cpu_share, report.cpu_share)
                 working.remove(pipe)
         if on_tick is not None:
             on_tick(time.monotonic() - start, pids)
-        if enough is not None and not stopped and enough(records):
-            stopped = True
+        now = time.monotonic() - start
+        if seconds is not None and not unanswered:
+            end = min(end, now + seconds)
+        if stopped_at is None and (now >= end or (enough is not None and enough(records))):
+            stopped_at = now
             for pipe in working:
                 with contextlib.suppress(OSError):  # it has ended just now
                     pipe.send("stop")
-    return LoadRun(sorted(records, key=lambda record: record.index), cpu_share, stopped)
+    by_index = attrgetter("index")
+    return LoadRun(sorted(records, key=by_index), sorted(cut, key=by_index), cpu_share, stopped_at)
 
 
 def _work(pipe: Connection, part: _Part) -> None:
@@ -167,8 +189,8 @@ def _work(pipe: Connection, part: _Part) -> None:
     pipe.send("ready")
     start: float = pipe.recv()
     begin, spent = time.monotonic(), time.process_time()
-    ended = uvloop.run(_send_all(part.target, sessions, start, pipe))
-    pipe.send(_Report(ended, (time.process_time() - spent) / (time.monotonic() - begin)))
+    ended, cut = uvloop.run(_send_all(part.target, sessions, start, pipe))
+    pipe.send(_Report(ended, True, cut, (time.process_time() - spent) / (time.monotonic() - begin)))
 
 
 def _prepare(target: Target, index: int, request: TimedRequest) -> _Turn:
@@ -177,9 +199,15 @@ def _prepare(target: Target, index: int, request: TimedRequest) -> _Turn:
     return _Turn(target.encode(request), record, 0.0 if begins else request.at)
 
 
-async def _send_all(target: Target, sessions: list[list[_Turn]], start: float, pipe: Connection) -> list[RequestRecord]:
-    """Send until all has ended or the pipe says to stop; return the records that were not reported yet."""
+async def _send_all(
+    target: Target, sessions: list[list[_Turn]], start: float, pipe: Connection
+) -> tuple[list[RequestRecord], list[RequestRecord]]:
+    """Send until all has ended or the pipe says to stop.
+
+    Return the records of requests that have ended and were not reported yet, and of those that run.
+    """
     ended: list[RequestRecord] = []
+    running: dict[int, RequestRecord] = {}
 
     async def run_session(turns: list[_Turn]) -> None:
         failed = False
@@ -190,7 +218,9 @@ async def _send_all(target: Target, sessions: list[list[_Turn]], start: float, p
                 turn.record.error = "a turn before it failed"
             else:
                 await asyncio.sleep(turn.think)
+                running[turn.record.index] = turn.record
                 await ask(target, turn.payload, turn.record, start)
+                del running[turn.record.index]
                 failed = turn.record.error is not None
             ended.append(turn.record)
 
@@ -204,15 +234,20 @@ async def _send_all(target: Target, sessions: list[list[_Turn]], start: float, p
         await asyncio.gather(*tasks)
 
     async def report() -> None:
+        answered = False
         while not pipe.poll():
             await asyncio.sleep(TICK_SECONDS)
-            if ended:
-                pipe.send(_Report(ended.copy()))
+            first_answered = all(turns[0].record.times or turns[0].record.error for turns in sessions)
+            if ended or first_answered > answered:
+                pipe.send(_Report(ended.copy(), first_answered))
                 ended.clear()
+            answered = first_answered
 
     done, _ = await asyncio.wait(
         {asyncio.create_task(send()), asyncio.create_task(report())}, return_when=asyncio.FIRST_COMPLETED
     )
     for task in done:
         task.result()
-    return ended
+    for record in running.values():
+        record.completion_tokens = len(record.times)
+    return ended, list(running.values())

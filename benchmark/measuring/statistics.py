@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -105,18 +106,30 @@ def summarize(records: Sequence[RequestRecord], slo: Slo, *, since: float = 0.0)
     )
 
 
+def full_time(
+    records: Sequence[RequestRecord], concurrency: int, requests: int, stopped_at: float = math.inf
+) -> tuple[float, float]:
+    """Return the time in which all places of a closed loop of so many requests were taken, in seconds after the start.
+
+    It lasts from when the first requests had their first tokens until the first of the last requests, which has none
+    behind it, ended, or the loop was stopped.
+    """
+    firsts = [record.times[0] for record in records if record.index < concurrency and record.times]
+    last = requests - concurrency
+    ends = [one.times[-1] for one in records if one.index >= last and one.completion_tokens == one.max_tokens]
+    begin = max(firsts, default=0.0)
+    return begin, max(begin, min(ends, default=stopped_at))
+
+
 def summarize_closed_loop(records: Sequence[RequestRecord], slo: Slo, concurrency: int) -> LoadSummary:
     """Return the figures of a closed loop's requests, in order: all but the first `concurrency`, whose answers are cut.
 
-    Figures per second are of the time in which all places were taken: from when the first requests had their first
-    tokens until the first of the last requests ended. They are 0 if there was no such time.
+    Figures per second are of the time in which all places were taken; they are 0 if there was no such time.
     """
     summary = summarize(records[concurrency:], slo)
     done = [record for record in records if record.error is None]
-    begin = max((record.times[0] for record in done if record.index < concurrency), default=0.0)
-    last = len(records) - concurrency
-    end = min((record.times[-1] for record in done if record.index >= last), default=0.0)
-    seconds = max(0.0, end - begin)
+    begin, end = full_time(done, concurrency, len(records), 0.0)
+    seconds = end - begin
     per_second = 1.0 / seconds if seconds > 0 else 0.0
     tokens = sum(record.completion_tokens * _share_between(record.times, begin, end) for record in done)
     ended = [record for record in done if begin <= record.times[-1] < end]
@@ -127,6 +140,63 @@ def summarize_closed_loop(records: Sequence[RequestRecord], slo: Slo, concurrenc
         prompt_tokens_per_second=sum(record.prompt_tokens for record in ended) * per_second,
         output_tokens_per_second=tokens * per_second,
         good_requests_per_second=sum(slo.met_by(record) for record in ended) * per_second,
+    )
+
+
+def summarize_window(
+    ended: Sequence[RequestRecord], running: Sequence[RequestRecord], slo: Slo, begin: float, end: float
+) -> LoadSummary:
+    """Return the figures of what came between two moments, in seconds after the start of a load.
+
+    A request is judged by what is seen of it in this time: its first token, if it was due there and has one or has
+    waited too long, and its mean time between tokens, if all of its answer is seen, or at least half of the time was
+    spent on it. `running` are requests that had not ended at the end.
+    """
+    done = [record for record in ended if record.error is None]
+    errors = len(ended) - len(done)
+    all_gaps, ttfts, betweens = [], [], []
+    num_judged, num_good, num_tokens, num_events = errors, 0, 0.0, 0
+    for record in (*done, *running):
+        times = np.asarray([at for at in record.times if begin <= at < end])
+        gaps = np.diff(times) * 1e3
+        tokens_per_event = record.completion_tokens / max(len(record.times), 1)
+        num_events += len(times)
+        num_tokens += len(times) * tokens_per_event
+        all_gaps.append(gaps)
+        verdicts = []
+        if begin <= record.begin < end:
+            waited = ((record.times[0] if record.times else end) - record.begin) * 1e3
+            limit = slo.ttft_limit_ms(record.prompt_tokens)
+            if record.times or waited > limit:
+                ttfts.append(waited)
+                verdicts.append(waited <= limit)
+        all_seen = record.completion_tokens == record.max_tokens and len(times) == len(record.times)
+        if len(gaps) and (all_seen or gaps.sum() >= (end - begin) * 1e3 / 2):
+            betweens.append(float(gaps.mean()) / tokens_per_event)
+            verdicts.append(betweens[-1] <= slo.tpot_ms)
+        num_judged += bool(verdicts)
+        num_good += bool(verdicts) and all(verdicts)
+    whole = [record for record in done if begin <= record.times[-1] < end]
+    prompt_tokens = sum(record.prompt_tokens for record in whole)
+    delays = [(record.sent - record.begin) * 1e3 for record in (*done, *running) if record.sent is not None]
+    per_second = 1.0 / (end - begin) if end > begin else 0.0
+    good_share = num_good / num_judged if num_judged else 0.0
+    return LoadSummary(
+        requests=num_judged,
+        errors=errors,
+        seconds=end - begin,
+        requests_per_second=len(whole) * per_second,
+        prompt_tokens_per_second=prompt_tokens * per_second,
+        output_tokens_per_second=num_tokens * per_second,
+        ttft_ms=spread(ttfts),
+        tbt_ms=spread(np.concatenate(all_gaps).tolist() if all_gaps else []),
+        tpot_ms=spread(betweens),
+        end_to_end_ms=spread([record.end_to_end * 1e3 for record in whole]),
+        good_requests_per_second=len(whole) * per_second * good_share,
+        good_share=good_share,
+        hit_rate=sum(record.cached_tokens for record in whole) / prompt_tokens if prompt_tokens else 0.0,
+        tokens_per_event=num_tokens / num_events if num_events else 0.0,
+        send_delay_ms=spread(delays),
     )
 
 

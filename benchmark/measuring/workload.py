@@ -158,13 +158,20 @@ def synthetic_load(
     return load, num_cut
 
 
-def closed_loop(load: Sequence[TimedRequest], concurrency: int, seed: int) -> list[TimedRequest]:
+def closed_loop(load: Sequence[TimedRequest], concurrency: int, *, seed: int, vocab_size: int) -> list[TimedRequest]:
     """Return the requests with `concurrency` of them at a time: a later one leaves when the one it follows has ended.
 
-    The first ones get a random share of their answers, so that ends are spread over an answer's time from the start.
+    The first ones begin in the midst of their answers: a random share of the tokens stands behind the prompt. So the
+    ends are spread over an answer's time, and contexts are as long as later, from the start.
     """
-    rng = random.Random(seed)
-    first = [replace(one, at=0.0, max_tokens=rng.randint(1, one.max_tokens)) for one in load[:concurrency]]
+    rng, tokens = random.Random(seed), np.random.default_rng([seed, 1])
+
+    def begun(one: TimedRequest) -> TimedRequest:
+        answered = rng.randrange(one.max_tokens)
+        prompt = np.concatenate([one.prompt, tokens.integers(0, vocab_size, answered, dtype=np.int32)])
+        return replace(one, at=0.0, prompt=prompt, max_tokens=one.max_tokens - answered)
+
+    first = [begun(one) for one in load[:concurrency]]
     return first + [replace(one, at=0.0, follows=index) for index, one in enumerate(load[concurrency:])]
 
 

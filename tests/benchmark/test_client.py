@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from array import array
 from collections.abc import Awaitable, Callable
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from measuring.client import RequestRecord, Target, ask
-from measuring.load import run_load
+from measuring.load import LoadRun, run_load
 from measuring.workload import TimedRequest
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
@@ -112,6 +113,31 @@ def test_a_load_ends_when_it_has_shown_enough():
     run = run_load(Target("http://127.0.0.1:1", "m"), load, processes=2, enough=lambda records: len(records) == 2)
     assert run.stopped
     assert [record.index for record in run.records] == [0, 1]
+
+
+def test_a_load_ends_a_while_after_all_are_answered():
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(HEAD)
+        with contextlib.suppress(OSError):
+            while not writer.is_closing():
+                writer.write(b'data: {"choices": [{"text": "a"}]}\n\n')
+                await writer.drain()
+                await asyncio.sleep(0.01)
+
+    async def run() -> LoadRun:
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        async with server:
+            target = Target(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "m")
+            load = [TimedRequest(0.0, REQUEST.prompt, 9), TimedRequest(0.3, REQUEST.prompt, 9)]
+            return await asyncio.to_thread(run_load, target, load, processes=2, seconds=0.4)
+
+    done = asyncio.run(run())
+    assert done.records == []
+    assert [record.index for record in done.cut] == [0, 1]
+    assert all(record.completion_tokens == len(record.times) > 1 for record in done.cut)
+    assert done.stopped_at is not None
+    assert 0.7 <= done.stopped_at < 5
 
 
 def test_addresses():

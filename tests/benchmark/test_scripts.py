@@ -135,6 +135,17 @@ def test_serve_with_so_many_requests_at_a_time(tmp_path: Path):
     assert figures["output_tokens_per_second"] > 0
 
 
+def test_serve_for_a_time(tmp_path: Path):
+    """The second load begins when the server has let go of what the first one left."""
+    work = ("--concurrency", "2,3", "--seconds", "0.5", "--requests", "200", "--input", "20", "--output", "90")
+    _, results = run(tmp_path, "serve", *work, *SERVER)
+    for figures in results["loads"].values():
+        assert figures["errors"] == 0
+        assert 0.4 < figures["seconds"] < 2
+        assert figures["tpot_ms"]["count"] > 1
+        assert figures["output_tokens_per_second"] > 0
+
+
 def test_goodput(tmp_path: Path):
     """Two probes of sessions on a real server; another one that does not start costs only its own rows."""
     file = tmp_path / "result.json"

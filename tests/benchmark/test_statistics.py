@@ -7,7 +7,7 @@ from array import array
 import pytest
 
 from measuring.client import RequestRecord
-from measuring.statistics import Slo, spread, summarize, summarize_closed_loop
+from measuring.statistics import Slo, full_time, spread, summarize, summarize_closed_loop, summarize_window
 
 SLO = Slo(ttft_ms=600, ttft_ms_per_1k=0, tpot_ms=100)
 
@@ -99,3 +99,39 @@ def test_a_closed_loop_is_counted_while_all_places_are_taken():
     assert summary.output_tokens_per_second == pytest.approx(5 / 2.5)  # from 1.0 on, before 3.5
     assert summary.requests_per_second == pytest.approx(2 / 2.5)
     assert summarize_closed_loop([record(0.0, [], error="refused")] * 4, SLO, 2).output_tokens_per_second == 0
+
+
+def test_a_window_judges_requests_by_what_it_sees_of_them():
+    ended = [
+        record(0.0, [0.5, 1.95, 2.05, 2.15, 2.25]),  # 100 ms between tokens, but not long enough in the window
+        record(2.1, [2.8, 2.9]),  # first token too late, 100 ms between tokens
+        record(0.0, [0.1, 1.0]),  # before the window
+        record(0.0, [], error="refused"),
+    ]
+    running = [
+        record(0.0, [1.0, 2.0, 2.4, 2.8]),  # 400 ms between tokens
+        record(0.0, [1.0, *(2.0 + 0.1 * step for step in range(10))]),
+        record(2.2, []),  # has waited too long
+        record(2.9, [], max_tokens=9),
+        record(2.8, [3.5], max_tokens=9),  # answered after the window
+    ]
+    summary = summarize_window(ended, running, Slo(ttft_ms=600, ttft_ms_per_1k=0, tpot_ms=101), 2.0, 3.0)
+    assert (summary.requests, summary.errors) == (6, 1)
+    assert summary.good_share == pytest.approx(1 / 6)
+    assert summary.output_tokens_per_second == pytest.approx(3 + 2 + 3 + 10)
+    assert summary.requests_per_second == pytest.approx(2)
+    assert summary.ttft_ms is not None
+    assert sorted((summary.ttft_ms.p50, summary.ttft_ms.count)) == pytest.approx([3, 700])
+    assert summary.tpot_ms is not None
+    assert (summary.tpot_ms.count, summary.tpot_ms.mean) == pytest.approx((3, 200))
+    assert summarize_window([], [], SLO, 1.0, 1.0).output_tokens_per_second == 0
+
+
+def test_a_closed_loop_is_full_until_it_is_stopped_or_a_place_has_no_next_request():
+    records = [record(0.0, [1.0]), record(0.0, [0.5, 2.0]), record(1.0, [1.5, 2.5, 3.5]), record(2.0, [3.0])]
+    for index, one in enumerate(records):
+        one.index = index
+    assert full_time(records, 2, 4) == (1.0, 3.0)
+    records[2].max_tokens = records[3].max_tokens = 9  # both run on
+    assert full_time(records, 2, 4, stopped_at=4.0) == (1.0, 4.0)
+    assert full_time([], 2, 4, stopped_at=4.0) == (0.0, 4.0)

@@ -82,7 +82,11 @@ def test_cut_requests_are_counted():
 
 def test_a_closed_loop_has_so_many_requests_at_a_time():
     load, _ = synthetic_load(0, [0.0] * 7, Lengths(20, 50), vocab_size=10, context=1000)
-    closed = closed_loop(load, 3, seed=0)
+    closed = closed_loop(load, 3, seed=0, vocab_size=10)
     assert [request.follows for request in closed] == [None, None, None, 0, 1, 2, 3]
-    assert all(one.max_tokens <= whole.max_tokens for one, whole in zip(closed[:3], load, strict=False))
+    for one, whole in zip(closed[:3], load, strict=False):  # the rest of an answer, behind what was answered before
+        assert 0 < one.max_tokens <= whole.max_tokens
+        assert len(one.prompt) + one.max_tokens == len(whole.prompt) + whole.max_tokens
+        assert np.array_equal(one.prompt[: len(whole.prompt)], whole.prompt)
+    assert any(one.max_tokens < whole.max_tokens for one, whole in zip(closed[:3], load, strict=False))
     assert [request.max_tokens for request in closed[3:]] == [request.max_tokens for request in load[3:]]
