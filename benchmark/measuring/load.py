@@ -15,7 +15,7 @@ import math
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from operator import attrgetter
 
@@ -34,6 +34,7 @@ class LoadRun:
     """Records of a load's requests, in order, and what it cost to send them."""
 
     records: list[RequestRecord]  # of all requests, or of those that had ended when the load was stopped
+    lost: list[RequestRecord]  # of requests that ran when it was stopped and were lost, with an error
     cut: list[RequestRecord]  # of requests that ran when it was stopped, with as many tokens as had come
     cpu_share: float  # CPU time of the generator's busiest process over the time that it ran; 1: a whole core
     stopped_at: float | None  # seconds after the start; none: it ended by itself
@@ -52,6 +53,7 @@ class _Part:
 
     target: Target
     sessions: list[Session]
+    lost: Lost | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +71,14 @@ class _Report:
 
     records: list[RequestRecord]
     answered: bool  # True if all of its sessions have begun to be answered
+    lost: list[RequestRecord] = field(default_factory=list)  # of requests that run; each is told once
     cut: list[RequestRecord] = field(default_factory=list)
     cpu_share: float | None = None
 
 
 Tick = Callable[[float, list[int]], None]  # seconds after the start, the generator's process ids
-Enough = Callable[[list[RequestRecord]], bool]  # of the requests that have ended
+Enough = Callable[[list[RequestRecord]], bool]  # of the requests that have ended, or that are lost
+Lost = Callable[[RequestRecord, float], bool]  # of a request that runs, seconds after the start
 
 
 def sessions_of(load: Sequence[TimedRequest]) -> list[Session]:
@@ -102,12 +106,14 @@ def run_load(
     label: str = "",
     on_tick: Tick | None = None,
     enough: Enough | None = None,
+    lost: Lost | None = None,
     seconds: float | None = None,
 ) -> LoadRun:
     """Send a load and return what became of it. Shows a bar on stderr. RuntimeError when a process dies.
 
     When `enough`, asked ten times a second, is True, or `seconds` after the first request of every session has its
-    first token, the connections of all requests that still run are closed.
+    first token, the connections of all requests that still run are closed. `enough` is shown those of them for which
+    `lost` is True, too, as errors.
     """
     sessions = sessions_of(load)
     processes = max(1, min(processes, len(sessions)))
@@ -117,7 +123,8 @@ def run_load(
     try:
         for number in range(processes):
             ours, theirs = spawn.Pipe()
-            worker = spawn.Process(target=_work, args=(theirs, _Part(target, sessions[number::processes])), daemon=True)
+            part = _Part(target, sessions[number::processes], lost)
+            worker = spawn.Process(target=_work, args=(theirs, part), daemon=True)
             worker.start()
             theirs.close()
             workers.append(worker)
@@ -150,6 +157,7 @@ def _gather(
     seconds: float | None,
 ) -> LoadRun:
     records: list[RequestRecord] = []
+    lost: dict[int, RequestRecord] = {}
     cut: list[RequestRecord] = []
     cpu_share = 0.0
     stopped_at: float | None = None
@@ -160,6 +168,9 @@ def _gather(
             assert isinstance(pipe, Connection)
             report: _Report = pipe.recv()
             records += report.records
+            lost |= {record.index: record for record in report.lost}
+            for record in report.records:
+                lost.pop(record.index, None)
             cut += report.cut
             bar.update(len(report.records))
             if report.answered:
@@ -172,13 +183,13 @@ def _gather(
         now = time.monotonic() - start
         if seconds is not None and not unanswered:
             end = min(end, now + seconds)
-        if stopped_at is None and (now >= end or (enough is not None and enough(records))):
+        if stopped_at is None and (now >= end or (enough is not None and enough([*records, *lost.values()]))):
             stopped_at = now
             for pipe in working:
                 with contextlib.suppress(OSError):  # it has ended just now
                     pipe.send("stop")
     by_index = attrgetter("index")
-    return LoadRun(sorted(records, key=by_index), sorted(cut, key=by_index), cpu_share, stopped_at)
+    return LoadRun(sorted(records, key=by_index), list(lost.values()), sorted(cut, key=by_index), cpu_share, stopped_at)
 
 
 def _work(pipe: Connection, part: _Part) -> None:
@@ -189,8 +200,9 @@ def _work(pipe: Connection, part: _Part) -> None:
     pipe.send("ready")
     start: float = pipe.recv()
     begin, spent = time.monotonic(), time.process_time()
-    ended, cut = uvloop.run(_send_all(part.target, sessions, start, pipe))
-    pipe.send(_Report(ended, True, cut, (time.process_time() - spent) / (time.monotonic() - begin)))
+    ended, cut = uvloop.run(_send_all(part, sessions, start, pipe))
+    cpu_share = (time.process_time() - spent) / (time.monotonic() - begin)
+    pipe.send(_Report(ended, True, cut=cut, cpu_share=cpu_share))
 
 
 def _prepare(target: Target, index: int, request: TimedRequest) -> _Turn:
@@ -200,7 +212,7 @@ def _prepare(target: Target, index: int, request: TimedRequest) -> _Turn:
 
 
 async def _send_all(
-    target: Target, sessions: list[list[_Turn]], start: float, pipe: Connection
+    part: _Part, sessions: list[list[_Turn]], start: float, pipe: Connection
 ) -> tuple[list[RequestRecord], list[RequestRecord]]:
     """Send until all has ended or the pipe says to stop.
 
@@ -219,7 +231,7 @@ async def _send_all(
             else:
                 await asyncio.sleep(turn.think)
                 running[turn.record.index] = turn.record
-                await ask(target, turn.payload, turn.record, start)
+                await ask(part.target, turn.payload, turn.record, start)
                 del running[turn.record.index]
                 failed = turn.record.error is not None
             ended.append(turn.record)
@@ -235,11 +247,16 @@ async def _send_all(
 
     async def report() -> None:
         answered = False
+        told: set[int] = set()
         while not pipe.poll():
             await asyncio.sleep(TICK_SECONDS)
             first_answered = all(turns[0].record.times or turns[0].record.error for turns in sessions)
-            if ended or first_answered > answered:
-                pipe.send(_Report(ended.copy(), first_answered))
+            now = time.monotonic() - start
+            untold = [record for index, record in running.items() if index not in told]
+            lost = [replace(one, error="lost") for one in untold if part.lost and part.lost(one, now)]
+            told.update(record.index for record in lost)
+            if ended or lost or first_answered > answered:
+                pipe.send(_Report(ended.copy(), first_answered, lost))
                 ended.clear()
             answered = first_answered
 

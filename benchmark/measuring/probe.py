@@ -41,7 +41,7 @@ class Probe:
     rate: float  # requests per second that were planned
     pace: float | None  # times a trace's own
     verdict: Verdict
-    summary: LoadSummary | None  # of the judged requests that ended; none: refused
+    summary: LoadSummary | None  # of the judged requests that ended, or were lost when it was stopped; none: refused
     stopped: bool  # before its end, because so many had missed
     idle_seconds: float  # until the server was idle before it
     seconds: float  # that it took after that
@@ -132,8 +132,9 @@ class Prober:
             processes=self._processes,
             label=f"{workload.name} {rate:.3g}/s",
             enough=lambda records: rules.hopeless(records, num_judged),
+            lost=rules.slo.lost_by,
         )
-        records = judged(run.records, rules.warm_up)
+        records = judged([*run.records, *run.lost], rules.warm_up)
         summary = summarize(records, rules.slo, since=records[0].due)
         verdict = judge(summary, rules)
         return Probe(

@@ -52,6 +52,13 @@ class Slo:
         between = record.time_per_token or 0.0
         return record.ttft * 1e3 <= self.ttft_limit_ms(record.prompt_tokens) and between * 1e3 <= self.tpot_ms
 
+    def lost_by(self, record: RequestRecord, now: float) -> bool:
+        """Return True if a request that runs can no longer succeed within both limits, however fast its rest comes."""
+        first = record.times[0] if record.times else now
+        if (first - record.begin) * 1e3 > self.ttft_limit_ms(record.prompt_tokens):
+            return True
+        return len(record.times) < record.max_tokens and (now - first) * 1e3 > self.tpot_ms * (record.max_tokens - 1)
+
 
 @dataclass(frozen=True, slots=True)
 class LoadSummary:

@@ -12,6 +12,7 @@ import pytest
 
 from measuring.client import RequestRecord, Target, ask
 from measuring.load import LoadRun, run_load
+from measuring.statistics import Slo
 from measuring.workload import TimedRequest
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
@@ -138,6 +139,29 @@ def test_a_load_ends_a_while_after_all_are_answered():
     assert all(record.completion_tokens == len(record.times) > 1 for record in done.cut)
     assert done.stopped_at is not None
     assert 0.7 <= done.stopped_at < 5
+
+
+def test_a_load_ends_when_requests_that_run_are_lost():
+    async def handle(reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async def run() -> LoadRun:
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        async with server:
+            target = Target(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "m")
+            load = [TimedRequest(at, REQUEST.prompt, 9) for at in (0.0, 0.0, 0.0, 3600.0)]
+            lost = Slo(ttft_ms=200, ttft_ms_per_1k=0, tpot_ms=100).lost_by
+            return await asyncio.to_thread(
+                run_load, target, load, processes=2, enough=lambda records: len(records) == 3, lost=lost
+            )
+
+    done = asyncio.run(run())
+    assert done.stopped_at is not None
+    assert 0.2 <= done.stopped_at < 5
+    assert done.records == []
+    assert sorted(record.index for record in done.lost) == [0, 1, 2]
+    assert all(record.error == "lost" for record in done.lost)
+    assert [record.index for record in done.cut] == [0, 1, 2]
 
 
 def test_addresses():

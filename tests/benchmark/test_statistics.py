@@ -54,6 +54,17 @@ def test_the_first_token_may_take_longer_after_a_long_prompt():
     assert not slo.met_by(record(0.0, [0.5, 0.7], prompt_tokens=2500))
 
 
+def test_a_request_is_lost_when_nothing_that_comes_can_help():
+    waiting = record(1.0, [], max_tokens=3)
+    assert not SLO.lost_by(waiting, 1.5)
+    assert SLO.lost_by(waiting, 1.61)
+    assert SLO.lost_by(record(1.0, [1.7], max_tokens=3), 1.7)  # first token too late
+    answered = record(1.0, [1.5, 1.6], max_tokens=3)
+    assert not SLO.lost_by(answered, 1.69)
+    assert SLO.lost_by(answered, 1.71)  # the last of three tokens 0.2 s after the first at the latest
+    assert not SLO.lost_by(record(1.0, [1.5]), 9.0)  # all tokens are there
+
+
 def test_summary_of_a_load():
     records = [
         record(0.0, [0.5, 0.55, 0.6], cached_tokens=5),
