@@ -12,18 +12,18 @@ from dataclasses import dataclass
 
 from minisgl.core import Batch, Int32Array
 
-_LATEST_WEIGHT = 0.2  # of the latest step in the mean of ratios
+_LATEST_WEIGHT = 0.2  # of the latest step in the mean ratio, once there have been some
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
     """Seconds of a step: a sum of what its rows take."""
 
-    prefill_token: float  # above 0
+    prefill_token: float  # for each token of a chunk; above 0
     prefill_context: float = 0.0  # for each token of a chunk and each token that it attends to
-    decode_row: float = 0.0
+    decode_row: float = 0.0  # for each decode
     decode_context: float = 0.0  # for each token that a decode attends to
-    fixed: float = 0.0
+    fixed: float = 0.0  # for each step
 
     def prefill(self, start_pos: int, length: int) -> float:
         """Return the seconds of a chunk of `length` tokens behind `start_pos` others, without the fixed part."""
@@ -34,7 +34,7 @@ class StepCost:
         return len(start_pos) * self.decode_row + float(start_pos.sum()) * self.decode_context
 
     def chunk_within(self, seconds: float, start_pos: int) -> int:
-        """Return the tokens of the longest chunk behind `start_pos` others that takes no longer than this."""
+        """Return the tokens of the longest chunk behind `start_pos` others that takes at most `seconds`."""
         if seconds <= 0:
             return 0
         linear = self.prefill_token + self.prefill_context * start_pos
@@ -49,9 +49,10 @@ class StepCost:
 
 
 class LearnedCost:
-    """Cost model, and the ratio of measured seconds to its own: a mean that forgets, of logarithms.
+    """Cost model, corrected by the ratio of measured to modelled seconds.
 
-    The model counts as one measurement, so that what it lacks is found within a few steps.
+    The ratio is a geometric mean over the latest steps. The model itself counts as one measurement at first, so that a
+    few steps correct it.
     """
 
     def __init__(self, model: StepCost) -> None:
@@ -60,7 +61,7 @@ class LearnedCost:
         self._count = 1
 
     def record(self, batch: Batch, seconds: float) -> None:
-        """Take a step's measured seconds. Decodes alone have nothing to tell: the ratio is for the size of chunks."""
+        """Take a step's measured seconds. Steps of decodes alone are left out, since the ratio sizes chunks."""
         if seconds <= 0 or int(batch.query_lens.max()) == 1:
             return
         self._count += 1

@@ -1,7 +1,8 @@
 """Policy of a step: the requests that it extends, by how many tokens, in what order. Pure.
 
-`remaining[i]` is how many known tokens of running request i have no KV yet: 0 when all it may do is in flight, 1 when
-the next step is a decode, more while its prompt is being prefilled. `start_pos[i]` counts its tokens that have.
+`remaining[i]` is the number of known tokens of running request i that have no KV yet: 0 while its newest token is being
+sampled, 1 if its next step is a decode, more while its prompt is being prefilled. `start_pos[i]` is the number of its
+tokens that have KV.
 """
 
 from __future__ import annotations
@@ -15,50 +16,52 @@ from minisgl.config import SchedulerConfig
 from minisgl.core import Batch, IndexArray, Int32Array
 from minisgl.step_cost import LearnedCost, StepCost
 
-TOKENS = StepCost(prefill_token=1.0)  # a room counted in tokens
+TOKENS = StepCost(prefill_token=1.0)  # counts a budget in tokens instead of seconds
 LANE = 0.5  # share of a long prompt's chunk that shorter prompts may have
-SLACK = 1 / 8  # share of the target that a step may take beyond it, where the one before gave up as much
-# Tokens that a GPU's products compute together. Steps below two of the first size are cut to the second.
+SLACK = 1 / 8  # of the target: the most by which a step may exceed it, after a step that stayed below it by as much
+# Tokens that a GPU's matrix products compute in one tile. Steps below twice the first size are cut to the second.
 TILES = 256, 128
 
 
 class Chunks:
-    """Chunks of prompts that share the room of a step.
+    """Chunks of prompts that share the budget of a step, which is counted by a cost model.
 
     In order of admission each prompt gets all it needs. The first that does not fit is the head: it gets what is left.
     Shorter prompts behind it may take up to `lane` of that, the shortest first, so that none waits for a long one;
     and since the head has its share of every step, no flow of short ones can hold it up for ever.
 
-    Say a room of 100 tokens, a lane of a half, and prompts of 20, 500, 300 and 10 tokens: 20, then of the 80 left up to
-    40 go to shorter ones, 10 and 30, and the head has the other 40.
+    Say a budget of 100 tokens, a lane of a half, and prompts of 20, 500, 300 and 10 tokens: the first gets its 20. Of
+    the 80 that are left up to 40 go to the shorter ones, 10 and 30, and the head (500) gets the other 40.
 
-    `decodes`: tokens of others in the step. Beside any, prompts that do not all fit give up what would begin another
-    tile of the step's products, since that takes nearly as long as a whole one: the head first, then the youngest.
+    `decodes` is the number of decodes in the step. If there are any, and the prompts do not all fit, chunks are cut so
+    that the step's tokens fill whole tiles of its matrix products, since a part of a tile takes nearly as long as a
+    whole one. The head gives up tokens first, then the youngest prompts.
     """
 
-    def __init__(self, unit: StepCost, room: float, lane: float, decodes: int = 0) -> None:
-        self._unit = unit
-        self._room = room
-        self._left = room  # behind all prompts that fit whole
+    def __init__(self, cost: StepCost, budget: float, lane: float, decodes: int = 0) -> None:
+        """`budget` is in the unit of `cost`, which prices chunks: seconds, or tokens with `TOKENS`."""
+        self._cost = cost
+        self._budget = budget
+        self._left = budget  # less the cost of all prompts that fit whole
         self._lane = lane
         self._decodes = decodes
         self._head: int | None = None
         self._prompts: list[tuple[int, int, float]] = []  # first position, tokens, cost
 
     def accepts(self, start_pos: int, length: int) -> bool:
-        """Return True if a prompt would get tokens, were it added."""
+        """Return True if this prompt would get tokens if it were added."""
         if not self._prompts:
             return True
-        first_token = self._unit.prefill(start_pos, 1)
+        first_token = self._cost.prefill(start_pos, 1)
         if self._head is None:
             return first_token <= self._left
-        cost = self._unit.prefill(start_pos, length)
+        cost = self._cost.prefill(start_pos, length)
         before = sum(other for _, _, other in self._prompts[self._head + 1 :] if other <= cost)
         return cost < self._prompts[self._head][2] and before + first_token <= self._lane * self._left
 
     @property
     def is_crowded(self) -> bool:
-        """True if some prompt does not fit whole."""
+        """True if some prompt does not fit whole into the budget."""
         return self._head is not None
 
     @property
@@ -67,8 +70,8 @@ class Chunks:
         return bool(self._prompts) and not self.accepts(0, 1)
 
     def add(self, start_pos: int, length: int) -> None:
-        """Add a prompt of so many remaining tokens behind those of its KV."""
-        cost = self._unit.prefill(start_pos, length)
+        """Add a prompt of `length` remaining tokens behind `start_pos` tokens that have KV."""
+        cost = self._cost.prefill(start_pos, length)
         if self._head is None:
             if cost <= self._left:
                 self._left -= cost
@@ -87,19 +90,19 @@ class Chunks:
         shorter = [i for i in range(self._head + 1, len(lengths)) if self._prompts[i][2] < self._prompts[self._head][2]]
         for i in sorted(shorter, key=lambda i: self._prompts[i][2]):
             start_pos, length, _ = self._prompts[i]
-            lengths[i] = chunk = min(length, self._unit.chunk_within(lane, start_pos))
-            lane -= self._unit.prefill(start_pos, chunk)
+            lengths[i] = chunk = min(length, self._cost.chunk_within(lane, start_pos))
+            lane -= self._cost.prefill(start_pos, chunk)
             if chunk < length:
                 break
         start_pos, length, _ = self._prompts[self._head]
-        # The first prompt moves in any case.
-        lengths[self._head] = max(self._unit.chunk_within(left + lane, start_pos), int(self._head == 0))
+        # The oldest prompt gets a token in any case, so that every step makes progress.
+        lengths[self._head] = max(self._cost.chunk_within(left + lane, start_pos), int(self._head == 0))
         if self._decodes:
             self._end_on_tile(lengths, self._head)
         return lengths
 
     def _end_on_tile(self, lengths: Int32Array, head: int) -> None:
-        """Shorten chunks to the step's last whole tile, where each can keep a token."""
+        """Shorten chunks so that the step's tokens fill whole tiles, if each chunk can keep a token."""
         excess = _excess(self._decodes + int(lengths.sum()))
         spare = np.maximum(lengths - 1, 0)
         if excess > int(spare.sum()):
@@ -111,21 +114,21 @@ class Chunks:
             excess -= given_up
 
     def given_up(self, lengths: Int32Array) -> float:
-        """Return the room that is left of a crowded step whose prompts have these lengths."""
+        """Return the budget that a step with these chunks leaves unused although prompts wait for it."""
         if self._head is None:
             return 0.0
         chunks = zip(self._prompts, lengths.tolist(), strict=True)
-        return max(self._room - sum(self._unit.prefill(start_pos, taken) for (start_pos, _, _), taken in chunks), 0.0)
+        return max(self._budget - sum(self._cost.prefill(start_pos, taken) for (start_pos, _, _), taken in chunks), 0.0)
 
 
 class BatchPolicy(Protocol):
-    """Rows of a step: `chunks` says what prompts may have, and once those that enter are added, `query_lens` all."""
+    """Rows of a step. The scheduler adds the prompts that it admits to the `chunks`, then asks for all `query_lens`."""
 
     def chunks(self, start_pos: Int32Array, remaining: Int32Array, max_tokens: int) -> Chunks:
-        """Return the running requests' chunks in a step of at most `max_tokens` prompt tokens."""
+        """Return the chunks of the running prompts in a step of at most `max_tokens` prompt tokens."""
 
     def query_lens(self, remaining: Int32Array, chunks: Chunks) -> Int32Array:
-        """Return the tokens of each request in the step; its prompts are those of `chunks`, in order."""
+        """Return the tokens of each request in the step; the prompts among them are those of `chunks`, in order."""
 
     def record(self, batch: Batch, seconds: float) -> None:
         """Take the seconds that a step has taken."""
@@ -150,30 +153,29 @@ class PrefillFirst:
 
 
 class Mixed:
-    """Each decode has its token in every step, and prompts what is left of the target: even times between tokens.
+    """Each decode has its token in every step, and prompts get what is left of the target: even times between tokens.
 
-    `target`: seconds that steps may take by `cost`, in the mean, while somebody streams. Prompts give up what is beyond
-    a step's last whole tile, and have it in the next step beside their own. Where decodes take more than half of the
-    target, it gives way: prompts may take as long as the decodes. Less would leave requests waiting without end near
-    the highest rate, and read the weights for tiny chunks. Without a cost model, and when nobody streams, tokens are
-    the bound.
+    `target`: seconds that steps may take by `cost`, in the mean, while some request decodes. What prompts give up for
+    whole tiles is added to the budget of the next step. Where decodes take more than half of the target, prompts may
+    take as long as the decodes: a smaller budget would leave requests waiting without end near the highest rate, and
+    read all weights for tiny chunks. Without a cost model, and when no request decodes, the budget is in tokens.
     """
 
     def __init__(self, cost: LearnedCost | None = None, target: float = math.inf) -> None:
         self._cost = cost
         self._target = target
-        self._given_up = 0.0  # seconds, in the latest step
+        self._given_up = 0.0  # seconds of the budget that the latest step has left unused
 
     def chunks(self, start_pos: Int32Array, remaining: Int32Array, max_tokens: int) -> Chunks:
         is_decode = remaining == 1
         tokens = max(max_tokens - int(is_decode.sum()), 1)
-        unit, room = TOKENS, float(tokens)
+        cost, budget = TOKENS, float(tokens)
         if self._cost is not None and math.isfinite(self._target) and is_decode.any():
-            unit = self._cost.model
-            decodes = unit.fixed + unit.decodes(start_pos[is_decode])
-            room = max(self._target / self._cost.ratio - decodes, decodes) + self._given_up / self._cost.ratio
-            room = min(room, tokens * unit.prefill_token)
-        return _with_prompts(Chunks(unit, room, LANE, int(is_decode.sum())), start_pos, remaining)
+            cost = self._cost.model
+            decodes = cost.fixed + cost.decodes(start_pos[is_decode])
+            budget = max(self._target / self._cost.ratio - decodes, decodes) + self._given_up / self._cost.ratio
+            budget = min(budget, tokens * cost.prefill_token)
+        return _with_prompts(Chunks(cost, budget, LANE, int(is_decode.sum())), start_pos, remaining)
 
     def query_lens(self, remaining: Int32Array, chunks: Chunks) -> Int32Array:
         query_lens: Int32Array = (remaining == 1).astype(np.int32)
@@ -209,7 +211,8 @@ def make_batch_policy(config: SchedulerConfig, cost: StepCost | None) -> BatchPo
 
 
 def longest_first(slots: IndexArray, kv_lens: Int32Array) -> IndexArray:
-    """Order a decode's rows. Attention begins with rows as they come, and what it begins last should be short.
+    """Return the slots of a decode's rows, longest row first: attention begins with the first rows, and those that it
+    begins last should be short.
 
     All rows of a decode grow by one token a step, so their order stays until a request comes or goes.
     """
