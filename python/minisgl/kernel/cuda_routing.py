@@ -1,7 +1,8 @@
-"""Choice of experts where it is not the largest of a softmax of 16-bit logits, in one launch (csrc/moe_choose.cu).
+"""Router of a mixture of experts: RMSNorm and router logits in one launch, and choices of experts that are not simple.
 
-The norm before it and the router's product are another, of a few tokens (csrc/moe_router.cu) or, with a 16-bit router
-on Hopper, of some hundreds (csrc/moe_router_many.cu).
+csrc/moe_router.cu computes norm and logits of a few tokens, csrc/moe_router_many.cu those of some hundreds with a
+16-bit router on Hopper. csrc/moe_choose.cu chooses experts where they are not just those with the largest probabilities
+of a softmax of 16-bit logits (sigmoids, biases, groups).
 """
 
 from __future__ import annotations
@@ -16,28 +17,33 @@ from minisgl.kernel.compile import Compiler
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.kernel.small_batch_gemm import MAX_ROWS
 
-_WARPS = 4  # as in moe_choose.cu: of a block
+_WARPS = 4  # of a block of moe_choose.cu, as declared there
 _MAX_GROUPS = 32
-_MAX_ROUTER_THREADS = 384  # each has eight values of a token at a time
-_ROUTER_TOKENS = 4  # of a block at most
-_ROUTER_EXPERTS = 2  # of a block, as in moe_router.cu
-_MIN_EXPERTS = 64  # of fewer, whose blocks leave most of the device idle, clusters are faster at any number of tokens;
-_MIN_TOKENS = 17  # else from so many on. Where there are none, norm and product are, while that is skinny_gemm.py's
-_MAX_SCORES = 2048  # tokens times experts up to which one launch is faster than norm and 16-bit product
-_CLUSTER = 8  # blocks, as in moe_router_many.cu
-_CLUSTER_TOKENS = 16  # as there
-_MAX_LOADS = 16  # of 16 bytes of the router's weight, that a thread keeps in registers
-_MAX_UNITS = 32  # of 32 columns, of a block, that shared memory has room for
-_MAX_MANY = 256  # tokens, and
-_MAX_MANY_SCORES = 1 << 15  # tokens times experts, up to which all clusters run at once: faster than two launches
+# moe_router.cu.
+_MAX_ROUTER_THREADS = 384  # of a block; each thread has eight values of a token at a time
+_ROUTER_TOKENS = 4  # of a block, at most
+_ROUTER_EXPERTS = 2  # of a block, as declared in moe_router.cu
+_MAX_SCORES = 2048  # tokens times experts up to which this launch is faster than a norm and a 16-bit product
+# moe_router_many.cu. Blocks of moe_router.cu leave most of the GPU idle if the router has fewer than _MIN_EXPERTS; then
+# clusters are faster at any number of tokens, else from _MIN_TOKENS on. Where clusters cannot run, so are the norm and
+# the product of skinny_gemm.py.
+_MIN_EXPERTS = 64
+_MIN_TOKENS = 17
+_CLUSTER = 8  # blocks of a cluster, as declared in moe_router_many.cu
+_CLUSTER_TOKENS = 16  # likewise
+_MAX_LOADS = 16  # 16-byte loads of the router's weight that a thread keeps in registers
+_MAX_UNITS = 32  # units of 32 columns for which a block has shared memory
+# Limits up to which all clusters run at once, which is faster than two launches.
+_MAX_MANY = 256  # tokens
+_MAX_MANY_SCORES = 1 << 15  # tokens times experts
 
 
 class _Division(NamedTuple):
     """Macros of moe_router_many.cu that divide a router's experts and columns."""
 
-    tiles: int  # of eight experts, of a warp
+    tiles: int  # tiles of eight experts of a warp
     kparts: int  # warps that divide the columns of the same experts
-    units: int  # of 32 columns, of a block
+    units: int  # units of 32 columns of a block
 
     @classmethod
     def of(cls, experts: int, size: int) -> _Division | None:
@@ -61,7 +67,7 @@ class CudaRouting:
 
     @staticmethod
     def scores(x: Tensor, weight: Tensor) -> bool:
-        """Return True if `norm_router` is for so few tokens and this router [experts, H]."""
+        """Return True if `norm_router` supports tokens x [T, H] and a router's weight [experts, H]."""
         most = MAX_ROWS if weight.dtype == torch.float32 else min(_MAX_SCORES // len(weight), MAX_ROWS)
         least = _MIN_TOKENS if weight.dtype == x.dtype and len(weight) < _MIN_EXPERTS else 1
         few = least <= len(x) <= most and x.is_contiguous() and x.shape[1] % 8 == 0
@@ -99,7 +105,7 @@ class CudaRouting:
         return normed, logits
 
     def scores_many(self, x: Tensor, weight: Tensor) -> bool:
-        """Return True if `norm_router_many` is for so many tokens and this router [experts, H]."""
+        """Return True if `norm_router_many` supports tokens x [T, H] and a router's weight [experts, H]."""
         tokens, experts = len(x), len(weight)
         least = 1 if experts < _MIN_EXPERTS else _MIN_TOKENS
         many = least <= tokens <= min(_MAX_MANY, _MAX_MANY_SCORES // experts)
@@ -149,7 +155,7 @@ class CudaRouting:
 
     @staticmethod
     def supports(routing: Routing) -> bool:
-        """Return True if the kernel knows how to choose so."""
+        """Return True if moe_choose.cu supports this routing."""
         return routing.groups <= _MAX_GROUPS and routing.group_scores in (1, 2)
 
     def __call__(self, router_logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:

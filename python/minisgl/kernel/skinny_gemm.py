@@ -13,20 +13,20 @@ from minisgl.kernel.base import Activation, Norm, Product
 from minisgl.kernel.compile import Compiler
 from minisgl.kernel.signature import SCALAR_NAMES, SHARED_BEFORE_ATTENTION, KernelSpec, Macros
 
-_MAX_ROWS = 16  # of x, and fewer where the weight is not small: small_batch_gemm.py, or cuBLAS, is faster then
-_MAX_ROWS_OF_LARGE = 8
+_SMALL = 1 << 23  # values of a weight up to which it is divided into many narrow blocks; else clusters divide K
+_MAX_ROWS = 16  # of x, for a small weight
+_MAX_ROWS_OF_LARGE = 8  # beyond, small_batch_gemm.py or cuBLAS is faster
 _THREADS = 128  # of a block, as in skinny_gemm.cu
-_STAGE = 4096  # values of a weight in a stage, likewise
-_CLUSTERS = (2, 8)  # blocks, the fewest and the most; GPUs before Hopper have no clusters
-_SMALL = 1 << 23  # values of a weight that is divided into many narrow blocks; of others, clusters share K
-_STAGES = 7, 5  # of a weight that is not small; of one whose blocks run two on a multiprocessor at most the first
-_FEW_STAGES = 4  # where neither of these is fast enough: more blocks of fewer
-_UNDER_WAY = 128 << 10  # bytes on their way to a multiprocessor that keep the memory busy
-_ENOUGH = 0.88  # of the memory's speed, as `_speed` reckons it
-_FULL = 0.9  # of the room for blocks, beyond which clusters of more than two do not all find their place
-_SHALLOW = 0.8  # of the speed, where blocks follow one another that have short rings, or fill them less than twice
-_STATIC_BYTES = 5 << 10  # of shared memory besides the ring, at most
-_RING_BEFORE_ATTENTION = 56 << 10  # bytes at most: two blocks leave room for some of attention's, which begin early
+_STAGE = 4096  # values of a weight in a stage, as in skinny_gemm.cu
+_CLUSTERS = (2, 8)  # the fewest and the most blocks of a cluster; GPUs before Hopper have none
+_STAGES = 7, 5  # of the ring of a large weight, in order of preference; the first is also the most of a small one's
+_FEW_STAGES = 4  # where neither of these is fast enough, since more blocks then run at a time
+_IN_FLIGHT = 128 << 10  # bytes in flight to a multiprocessor that keep the memory busy
+_ENOUGH = 0.88  # share of the memory's speed, estimated by `_speed`, that ends the search for a division
+_FULL = 0.9  # occupancy of the GPU beyond which clusters of more than two blocks do not all fit in one wave
+_SHALLOW = 0.8  # factor of the speed of several waves of blocks whose rings are short, or filled less than twice
+_STATIC_BYTES = 5 << 10  # most shared memory besides the ring
+_RING_BEFORE_ATTENTION = 56 << 10  # most bytes of the ring, so that blocks of attention, which begin early, fit beside
 
 
 class _Kind(NamedTuple):
@@ -34,7 +34,7 @@ class _Kind(NamedTuple):
 
     dtype: torch.dtype
     max_rows: int  # of x
-    block_n: int  # of the weight
+    block_n: int  # rows of the weight
     cluster: int
     stages: int
     norm: bool
@@ -47,8 +47,8 @@ class SkinnyGemm:
 
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
-        room = compiler.block_shared_bytes - _STATIC_BYTES
-        self._gpu = _CLUSTERS if compiler.arch >= 90 else (1, 1), compiler.num_sms, room  # as `_kind` takes it
+        ring_bytes = compiler.block_shared_bytes - _STATIC_BYTES
+        self._gpu = _CLUSTERS if compiler.arch >= 90 else (1, 1), compiler.num_sms, ring_bytes  # arguments of `_kind`
 
     def begin_compiling(self, dtype: torch.dtype, products: Iterable[Product], *, norms_late: bool) -> None:
         """Begin to compile the kernels of these products for any number of rows. `norms_late`: with their norms."""
@@ -88,7 +88,7 @@ class SkinnyGemm:
     ) -> Tensor:
         """[M, N], or [M, N / 2] with the activation of a `gate`; see Ops.linear, norm_linear and norm_gated_linear.
 
-        `before_attention`: what comes next may begin early, and wants an L1 cache.
+        `before_attention`: the next kernel is attention, which begins early and reads through L1 (signature.py).
         """
         (rows, size), width = x.shape, len(weight)
         if out is None:
@@ -130,7 +130,7 @@ class SkinnyGemm:
         rank: int,
         buffer_bytes: int,
     ) -> None:
-        """Send x [M, K] @ weight [N, K]^T to all ranks, as their next sum's part (csrc/push.cuh)."""
+        """Send x [M, K] @ weight [N, K]^T to all ranks, as this rank's part of an all-reduce (csrc/push.cuh)."""
         (rows, size), width = x.shape, len(weight)
         kind = _kind(x.dtype, rows, width, size, *self._gpu, norm=False, gate=None, before_attention=False)
         kernel = self._compiler.kernel(_push_spec, kind, ranks)
@@ -151,7 +151,7 @@ class SkinnyGemm:
 
 
 def _supports(dtype: torch.dtype, rows: int, width: int, size: int) -> bool:
-    """True if the kernel can multiply x [rows, size] by weight [width, size]^T, and does it faster than cuBLAS."""
+    """Return True if the kernel can multiply x [rows, size] by weight [width, size]^T, and faster than cuBLAS."""
     return (
         0 < rows <= (_MAX_ROWS if width * size <= _SMALL else _MAX_ROWS_OF_LARGE)
         and dtype in (torch.bfloat16, torch.float16)
@@ -192,24 +192,24 @@ def _kind(
     size: int,
     clusters: tuple[int, int],
     num_sms: int,
-    room: int,
+    ring_bytes: int,
     *,
     norm: bool,
     gate: Activation | None,
     before_attention: bool,
 ) -> _Kind:
-    """Division of x [rows, size] @ weight [width, size]^T among blocks. `room`: for a block's ring, bytes.
+    """Divide x [rows, size] @ weight [width, size]^T among blocks, whose rings have at most `ring_bytes`.
 
-    Of a weight that is not small as few blocks share K as keep the memory busy enough, or else the best number.
+    K of a large weight is divided among the smallest clusters that keep the memory busy enough, or else the fastest.
     """
     max_rows = 8 if rows <= 8 else 16
     if width * size <= _SMALL and size % 256 == 0:
         stage_bytes = _stage_bytes(16, max_rows, norm=norm)
-        stages = min(size // 256 + 1, 9, room // stage_bytes)
-        # Two on a multiprocessor, rather than a second round of few blocks. Measured on Hopper alone.
+        stages = min(size // 256 + 1, 9, ring_bytes // stage_bytes)
+        # Two blocks on a multiprocessor are better than a second wave of few blocks. Measured on Hopper only.
         if clusters[1] > 1 and num_sms < -(-width // 16) <= 2 * num_sms:
-            stages = min(stages, _STAGES[0], (room - _STATIC_BYTES) // 2 // stage_bytes)
-        # Where there are clusters, kernels begin early. A longer product has not been measured with so short a ring.
+            stages = min(stages, _STAGES[0], (ring_bytes - _STATIC_BYTES) // 2 // stage_bytes)
+        # On GPUs with clusters kernels begin early. Longer products have not been measured with so short a ring.
         before_attention = before_attention and clusters[1] > 1 and size <= 1024
         if before_attention:
             stages = min(stages, _RING_BEFORE_ATTENTION // stage_bytes)
@@ -229,7 +229,7 @@ def _kind(
             cluster,
             stages,
             num_sms=num_sms,
-            blocks_of_sm=(room + _STATIC_BYTES) // (stages * stage_bytes + _STATIC_BYTES),
+            blocks_of_sm=(ring_bytes + _STATIC_BYTES) // (stages * stage_bytes + _STATIC_BYTES),
         )
         for cluster, stages in ways
     ]
@@ -240,24 +240,24 @@ def _kind(
 
 
 def _speed(clusters: int, steps: int, cluster: int, stages: int, *, num_sms: int, blocks_of_sm: int) -> float:
-    """Return about what share of the memory's speed is reached by clusters that divide K's `steps` stages.
+    """Estimate the share of the memory's speed that so many clusters reach, which divide K's `steps` stages.
 
-    All blocks that run at a time must keep enough under way, and a last round of few is as long as a full one. Fitted
-    to chains of products and whole steps on an H200.
+    The blocks that run at a time must have enough bytes in flight, and a last wave of few blocks takes as long as a
+    full one. Fitted to chains of products and whole steps on an H200.
     """
     blocks, at_a_time = clusters * cluster, blocks_of_sm * num_sms
-    under_way = min(blocks / num_sms, blocks_of_sm) * stages * 2 * _STAGE
-    speed = min(under_way / _UNDER_WAY, 1.0)
-    rounds = -(-blocks // at_a_time)
-    if rounds == 1 and cluster > 2 and blocks > _FULL * at_a_time:
-        rounds = 2
-    if rounds == 1:
+    in_flight = min(blocks / num_sms, blocks_of_sm) * stages * 2 * _STAGE
+    speed = min(in_flight / _IN_FLIGHT, 1.0)
+    waves = -(-blocks // at_a_time)
+    if waves == 1 and cluster > 2 and blocks > _FULL * at_a_time:
+        waves = 2
+    if waves == 1:
         return speed
     if stages < _STAGES[0] or steps < 2 * stages * cluster:
         speed *= _SHALLOW
-    return speed * blocks / (at_a_time * rounds)
+    return speed * blocks / (at_a_time * waves)
 
 
 def _stage_bytes(block_n: int, max_rows: int, *, norm: bool) -> int:
-    """Size of a stage: columns of the weight's rows, of x, and of the norm."""
+    """Return the bytes of a stage: columns of the weight's rows, of x, and of the norm's weight."""
     return 2 * _STAGE // block_n * (block_n + max_rows + norm)

@@ -12,33 +12,34 @@ from minisgl.kernel.base import Activation, Product
 from minisgl.kernel.compile import Compiler, tensor_map
 from minisgl.kernel.signature import SCALAR_NAMES, SHARED_BEFORE_ATTENTION, KernelSpec, Macros
 
-# Of more rows cuBLAS is as fast or faster. It neither begins early nor lets others, and launching the kernels between
-# its products as if they did makes a step 0.6% longer: in steps of more rows none of these begins early.
+# With more rows cuBLAS is as fast or faster. Its kernels neither begin early nor let their successors do so, and
+# launching the kernels between them with programmatic dependent launch makes a step 0.6% longer. So no kernel of a step
+# with more rows begins early.
 MAX_ROWS = 64
-_MIN_ROWS = 9  # skinny_gemm.py has fewer, and up to 16 of small weights
-_X_ROWS = 32, MAX_ROWS  # of x in a stage
+_MIN_ROWS = 9  # skinny_gemm.py has fewer, and up to 16 with small weights
+_X_ROWS = 32, MAX_ROWS  # rows of x in a stage
 _BLOCK_K = 64  # columns of a stage, as in small_batch_gemm.cu
-_THREADS = 160  # of a block, likewise
-_MIN_SIZE = 1 << 20  # values of a weight; smaller ones leave most multiprocessors idle
-_MAX_WIDTH = 1 << 16  # rows of a weight; cuBLAS reads a vocabulary's as fast as the memory can
-_SMALL = 1 << 23  # values of a weight that many narrow blocks hold at once; larger ones stream
+_THREADS = 160  # of a block, as in small_batch_gemm.cu
+_MIN_SIZE = 1 << 20  # fewest values of a weight; smaller ones leave most multiprocessors idle
+_MAX_WIDTH = 1 << 16  # most rows of a weight; cuBLAS reads a vocabulary's as fast as the memory can
+_SMALL = 1 << 23  # values of a weight up to which many narrow blocks hold it at once; larger ones stream
 _MAX_CLUSTER = 8
-_FEW_STEPS = 64  # of K; more of them share it by two
-_MAX_GATED = 256  # rows of a weight in a block, half of them gates
+_FEW_STEPS = 64  # stages of K up to which four blocks divide it rather than two, where x is as large as the weight
+_MAX_GATED = 256  # most rows of a gated weight in a block, half of them gates
 _MAX_STAGES = 16
-_RING_BYTES = {1: 220 << 10, 2: 110 << 10, 3: 73 << 10}  # of shared memory, by blocks on a multiprocessor
+_RING_BYTES = {1: 220 << 10, 2: 110 << 10, 3: 73 << 10}  # of a block, by blocks on a multiprocessor
 
 
 class _Kind(NamedTuple):
     """Macros of small_batch_gemm.cu, and what the launch needs besides."""
 
     dtype: torch.dtype
-    x_rows: int  # that a stage has room for
+    x_rows: int  # rows of x in a stage
     block_n: int  # rows of the weight
-    split: int  # blocks that divide K
+    split: int  # blocks of a cluster, which divide K
     stages: int
     gate: Activation | None
-    blocks: int  # at a time on a multiprocessor
+    blocks: int  # on a multiprocessor
     before_attention: bool
 
 
@@ -60,7 +61,7 @@ class SmallBatchGemm:
         self._compiler.begin(map(_spec, kinds))
 
     def supports(self, x: Tensor, weight: Tensor) -> bool:
-        """Return True if x [M, K] @ weight [N, K]^T is for this kernel, if not for skinny_gemm.py."""
+        """Return True if the kernel supports x [M, K] @ weight [N, K]^T; skinny_gemm.py is to be asked first."""
         rows, size = x.shape
         return (
             _MIN_ROWS <= rows <= MAX_ROWS
@@ -70,7 +71,7 @@ class SmallBatchGemm:
         )
 
     def _supports(self, dtype: torch.dtype, width: int, size: int) -> bool:
-        """True if a weight [width, size] is one that the kernel is for."""
+        """Return True if the kernel supports a weight [width, size]."""
         return (
             self._compiler.arch == 90
             and dtype in (torch.bfloat16, torch.float16)
@@ -93,7 +94,7 @@ class SmallBatchGemm:
     ) -> Tensor:
         """[M, N], or [M, N / 2] with the activation of a `gate`; see Ops.linear and norm_gated_linear.
 
-        `before_attention`: what comes next may begin early, and wants an L1 cache.
+        `before_attention`: the next kernel is attention, which begins early and reads through L1 (signature.py).
         """
         (rows, size), width = x.shape, len(weight)
         outputs = width if gate is None else width // 2
@@ -151,13 +152,14 @@ def _kind(
     gate: Activation | None,
     before_attention: bool,
 ) -> _Kind:
-    """Divide the work of x [rows, size] @ weight [width, size]^T.
+    """Divide x [rows, size] @ weight [width, size]^T among blocks.
 
-    As evenly among the multiprocessors as can be, while a block reads no more of x than of the weight by far: what
-    reaches a multiprocessor from L2 is limited, too. K of a large weight is shared by 2, 4 or 8: clusters of 3 leave
-    places empty. Before attention each has but one block, with the ring of two: a larger one would leave it no L1.
+    The rows of the weight are divided as evenly among the multiprocessors as possible, but a block should not read much
+    more of x than of the weight, since the bandwidth from L2 is limited, too. Clusters of 2, 4 or 8 blocks divide K of
+    a large weight; clusters of 3 would leave multiprocessors idle. Before attention a multiprocessor has one block,
+    with the ring of two blocks on one: a larger ring would leave no L1.
     """
-    steps, x_rows = size // _BLOCK_K, min(room for room in _X_ROWS if rows <= room)
+    steps, x_rows = size // _BLOCK_K, min(count for count in _X_ROWS if rows <= count)
     if width * size <= _SMALL:
         block_n, blocks = 32 if gate is None else 64, 2
         tiles = -(-width // block_n)
@@ -174,12 +176,12 @@ def _kind(
             split *= 2
         block_n = min(max(_share(width * split, num_sms, 8), 40), 128)
         if split == 2 and block_n < x_rows and steps <= _FEW_STEPS and not before_attention:
-            block_n, split, blocks = 64, 4, 2  # x would be more than the weight of what a block reads
+            block_n, split, blocks = 64, 4, 2  # else a block would read more of x than of the weight
     ring = _RING_BYTES[2 if before_attention else blocks]
     stages = min(ring // ((x_rows + block_n) * _BLOCK_K * 2), -(-steps // split), _MAX_STAGES)
     return _Kind(dtype, x_rows, block_n, split, stages, gate, blocks, before_attention)
 
 
 def _share(width: int, blocks: int, unit: int) -> int:
-    """Rows of each block if `width` rows are shared evenly among so many, in whole units."""
+    """Return the rows of a block if `blocks` blocks divide `width` rows evenly, a multiple of `unit`."""
     return -(-width // (blocks * unit)) * unit
