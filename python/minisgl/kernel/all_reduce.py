@@ -1,8 +1,9 @@
 """All-reduce by writing into the peers' GPU memory: csrc/all_reduce.cu on one allocation of torch's symmetric memory.
 
-NCCL takes some 20 us for a few rows of a model's states, of which a decode sums two a layer; a write to a peer arrives
-in 1 or 2. Ranks are GPUs of one host that reach each other's memory. That they do is proved at the start; where they do
-not, and for large tensors, NCCL does it. All is captured by CUDA graphs: which buffer is next, the device knows.
+NCCL takes some 20 us for the hidden states of a few rows, and a decode needs two all-reduces a layer; a write to a peer
+arrives in 1 or 2 us. Ranks are GPUs of one host that reach each other's memory, which is tested at the start; where
+they do not, and for large tensors, NCCL is used. CUDA graphs can capture all calls, since the device itself keeps track
+of which buffer is next.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ _BUFFERS = 3
 _EMPTY = -(2**31)
 _CONTROL_WORDS = 4
 
-_NORM_MAX_ROWS = 256  # of more, a norm of its own is faster
-_SENDING = "addresses", "control", "rank", "buffer_bytes"  # what a product sends by
+_NORM_MAX_ROWS = 256  # most rows that are normed in the same launch; with more, a separate norm is faster
+_SENDING = "addresses", "control", "rank", "buffer_bytes"  # arguments of skinny_gemm_push among `_shared`
 
 _DTYPES = {torch.bfloat16, torch.float16, torch.float32} & set(SCALAR_NAMES)
 
 
 class PushSizes(NamedTuple):
-    """Bytes up to which a way of all_reduce.cu is the fastest."""
+    """Largest tensors, in bytes, for which each algorithm of all_reduce.cu is the fastest."""
 
     one_shot: int
     two_shot: int  # 0: never
@@ -50,13 +51,13 @@ class PushSizes(NamedTuple):
         return max(ranks * self.one_shot, 2 * self.two_shot + ranks * _VECTOR_BYTES)
 
 
-# By number of ranks. For 2 measured on H200 (docs/performance.md). For 4 and 8 not measured: one_shot as published for
-# SGLang's kernels of this kind on H200, two_shot a guess.
+# By number of ranks. Those for 2 ranks were measured on H200 (docs/performance.md). Those for 4 and 8 were not:
+# one_shot is as published for SGLang's kernels of this kind on H200, two_shot is a guess.
 PUSH_SIZES = {2: PushSizes(4 << 20, 16 << 20), 4: PushSizes(384 << 10, 8 << 20), 8: PushSizes(128 << 10, 8 << 20)}
 
 
 class LaunchShape(NamedTuple):
-    """Threads of a block, and blocks at most: so many as can run at a time."""
+    """Threads of a block, and the most blocks of a launch: as many as can run at a time."""
 
     threads: int = 512
     max_blocks: int = 264
@@ -106,7 +107,7 @@ class PushAllReduce:
         }
 
     def supports(self, x: Tensor) -> bool:
-        """Return True if this is the way to sum x over ranks; all say the same."""
+        """Return True if x is to be summed over ranks by these kernels; all ranks return the same."""
         return (
             0 < x.nbytes <= max(self._sizes)
             and x.nbytes % _VECTOR_BYTES == 0
@@ -133,7 +134,7 @@ class PushAllReduce:
         return x
 
     def norms(self, x: Tensor) -> bool:
-        """Return True if `sum_and_norm` is the way to sum x [T, H] over ranks and norm it; all say the same."""
+        """Return True if x [T, H] is to be summed and normed by `sum_and_norm`; all ranks return the same."""
         return self.supports(x) and x.nbytes <= self._sizes.one_shot and len(x) <= _NORM_MAX_ROWS and _by_rows(x)
 
     def sum_and_norm(self, x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
@@ -143,7 +144,7 @@ class PushAllReduce:
         return x, normed
 
     def multiplies(self, x: Tensor, weight: Tensor, residual: Tensor) -> bool:
-        """Return True if `product_sum` is the way for these; all say the same."""
+        """Return True if these are to be multiplied and summed by `product_sum`; all ranks return the same."""
         return self._skinny.pushes(x, weight) and self.norms(residual)
 
     def product_sum(
@@ -177,7 +178,7 @@ class PushAllReduce:
         )
 
     def gathers(self, x: Tensor, width: int | None = None) -> bool:
-        """Return True if this is the way to lay the ranks' x [T, n] side by side; all say the same."""
+        """Return True if the ranks' x [T, n] are to be gathered by these kernels; all ranks return the same."""
         columns = x.shape[-1] if width is None else math.gcd(x.shape[-1], width)
         return (
             x.dim() == 2
@@ -209,7 +210,7 @@ class PushAllReduce:
         return out
 
     def share_rows(self, group: dist.ProcessGroup, rows: int, width: int, dtype: torch.dtype) -> RowsOfRanks | None:
-        """Return memory [rows, width] of each rank; None for rows that vectors of 16 bytes do not divide."""
+        """Allocate [rows, width] on each rank; None if vectors of 16 bytes do not divide a row."""
         if width * dtype.itemsize % _VECTOR_BYTES:
             return None
         memory = SymmetricMemory(group, self._memory.addresses.device, rows * width * dtype.itemsize)
@@ -219,11 +220,11 @@ class PushAllReduce:
         return min(-(-vectors // self._shape.threads), self._shape.max_blocks)
 
     def abort(self) -> None:
-        """End calls that wait for a rank, and those that come; from any thread."""
+        """End the calls that wait for a rank, and all later ones. May be called from any thread."""
         self._status[0] = 1
 
     def check(self) -> None:
-        """Raise RuntimeError if a rank did not come in time to a call that has ended."""
+        """Raise RuntimeError if a rank's data did not arrive in time in a call that has ended."""
         late_rank = int(self._status[1])
         if late_rank:
             raise RuntimeError(f"rank {late_rank - 1} did not come to an all-reduce within {self._timeout_s:.0f} s")
@@ -240,7 +241,7 @@ def _norm_spec(kernel: str, ranks: int, dtype: torch.dtype, norm_dtype: torch.dt
 
 
 def _by_rows(x: Tensor) -> bool:
-    """Return True if a block can have a row of x, with a thread for each vector."""
+    """Return True if one block can process a row of x, with a thread for each vector."""
     vectors, rest = divmod(x.shape[-1] * x.itemsize, _VECTOR_BYTES)
     return rest == 0 and vectors % 32 == 0 and vectors <= 1024
 
@@ -277,7 +278,8 @@ def connect_push(
 ) -> PushAllReduce | None:
     """Return this rank's side; None, after a log line, if some rank cannot reach another.
 
-    `smallest`: the least of the ranks' values, when all have come, behind what their current streams have been given.
+    `smallest` returns the least of the ranks' values once all ranks have called it, behind the work queued on their
+    current streams.
     """
     rank, ranks = group.rank(), group.size()
     why = _obstacle(rank, ranks, device)
@@ -300,7 +302,7 @@ def connect_push(
 
 
 def _obstacle(rank: int, ranks: int, device: torch.device) -> str | None:
-    """Return why this rank need not try."""
+    """Return why this rank cannot reach its peers, or None."""
     if ranks not in PUSH_SIZES:
         return f"the kernels are for {', '.join(map(str, PUSH_SIZES))} ranks"
     unreachable = [
@@ -310,7 +312,7 @@ def _obstacle(rank: int, ranks: int, device: torch.device) -> str | None:
 
 
 def _reaches_all(memory: SymmetricMemory, rank: int, ranks: int, smallest: Callable[[int], int]) -> bool:
-    """Write a word to each rank's memory, and look for those of all ranks in each."""
+    """Write a word to each rank's memory, and return True if each memory has the words of all ranks."""
     for peer in range(ranks):
         memory.of(peer, ranks)[rank] = rank + 1
     smallest(1)

@@ -1,6 +1,6 @@
-"""A mixture of experts on csrc/: three launches for few tokens, two of quantized experts, five for many.
+"""Mixture of experts on csrc/: three launches for few tokens (two with quantized experts), five for many.
 
-Nothing is read back: the grids are as large as any routing could need, and blocks without work end at once.
+The host reads nothing back: grids are as large as any routing could need, and blocks without work end at once.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from minisgl.quantization.levels import LevelFormat
 
 _MAX_EXPERTS = 512
 _MAX_TOP_K = 32
-_MAX_WEIGHED = 16  # tokens whose shared expert has a gate and is merged
-_PLAN_TOKENS = 128  # as in moe.cu: up to so many are routed and sorted by one block
+_MAX_WEIGHED = 16  # most tokens for which a shared expert with a gate is merged into the routed ones
+_PLAN_TOKENS = 128  # most tokens that one block routes and sorts, as in moe.cu
 _MAX_THREADS = 1024  # of a block
 _ROUTE_THREADS = 128
 _BLOCK_K = 64  # as in moe_gemm.cu
 
 
 class _Tiling(NamedTuple):
-    """The macros of moe_gemm.cu."""
+    """Macros of moe_gemm.cu that divide the work."""
 
-    pairs: int
-    warps_n: int
-    warps_m: int
-    tiles: int
+    pairs: int  # of tiles of 16 rows of the weight, of a warp
+    warps_n: int  # warps that divide the rows of the weight
+    warps_m: int  # warps that divide the (token, expert) pairs
+    tiles: int  # tiles of eight (token, expert) pairs, of a warp
     stages: int
-    warpgroup: bool = False
-    route: bool = False
+    warpgroup: bool = False  # multiply by wgmma, else by mma
+    route: bool = False  # each (token, expert) pair is a tile
 
     @property
     def block_n(self) -> int:
@@ -68,8 +68,8 @@ class _Tiling(NamedTuple):
         return self.stages * (self.block_n + self.block_m) * _BLOCK_K * 2
 
 
-# By the mean number of tokens that an expert gets, the first that is not exceeded, or else one for many. Narrow tiles
-# read the weights with less work beside, wide ones read them less often.
+# The first tiling whose mean number of tokens of an expert is not exceeded is used, else one for many. Narrow tiles
+# waste less work on padding, wide ones read the weights less often.
 _TILINGS = (
     (12.0, _Tiling(pairs=1, warps_n=4, warps_m=1, tiles=2, stages=4)),
     (24.0, _Tiling(pairs=1, warps_n=4, warps_m=1, tiles=4, stages=4)),
@@ -77,21 +77,21 @@ _TILINGS = (
 )
 _MANY = _Tiling(pairs=2, warps_n=2, warps_m=2, tiles=8, stages=3)
 _MANY_ON_HOPPER = _Tiling(pairs=1, warps_n=8, warps_m=1, tiles=16, stages=4, warpgroup=True)
-# So few pairs seldom share an expert: each is a tile, and small blocks fill the device.
+# Up to so many (token, expert) pairs, which seldom share an expert, each is a tile, and small blocks fill the GPU.
 _FEW_PAIRS = 8
 _FEW = _Tiling(pairs=1, warps_n=2, warps_m=1, tiles=2, stages=6, route=True)
 
 
 class _Kind(NamedTuple):
-    """Kind of a sparse layer, as its kernels are compiled: their macros."""
+    """Sparse layer as its kernels are compiled for it; `macros` are those of csrc/moe.cuh."""
 
     dtype: torch.dtype
     logits: torch.dtype
     experts: int
     top_k: int
     activation: ExpertActivation = "silu"
-    shared: int = 0  # experts besides, of which each token takes all
-    weighed: bool = False  # by a logit that stands behind those of the experts
+    shared: int = 0  # experts of the routed ones' size that make up the shared expert, to which every token goes
+    weighed: bool = False  # the shared expert's weight is the sigmoid of a logit behind those of the experts
 
     @property
     def taken(self) -> int:
@@ -111,12 +111,12 @@ class _Kind(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """The (token, expert) pairs by expert; pair n is the n % taken-th expert of token n // taken."""
+    """(token, expert) pairs sorted by expert; pair n is the (n % taken)-th expert of token n // taken."""
 
-    tiles: Tensor  # [the most there can be, 4] int32: expert, first place in `order`, pairs
+    tiles: Tensor  # [most tiles of any routing, 4] int32: expert, first index in `order`, number of pairs, unused
     tile_count: Tensor  # [1] int32
-    order: Tensor  # [pairs] int32, the pairs of this rank's experts sorted by these
-    weights: Tensor  # [pairs] float32; of pairs whose expert another rank has ELSEWHERE of moe.cuh
+    order: Tensor  # [pairs] int32: pairs of this rank's experts, sorted by expert
+    weights: Tensor  # [pairs] float32; ELSEWHERE of moe.cuh for pairs whose expert another rank holds
 
 
 class _Weighting(IntEnum):
@@ -124,7 +124,7 @@ class _Weighting(IntEnum):
 
     PROBABILITIES = 0
     RENORMALIZED = 1
-    CHOSEN = 2  # before, for routings other than the largest probabilities of a softmax
+    CHOSEN = 2  # by another kernel, for routings other than the largest probabilities of a softmax
 
 
 class CudaMoe:
@@ -151,7 +151,7 @@ class CudaMoe:
 
     @staticmethod
     def supports(mixture: Mixture) -> bool:
-        """Return True if the kernels can do a layer of these experts, whatever the number of tokens."""
+        """Return True if the kernels can compute this layer, whatever the number of tokens."""
         w13, w2, num_experts, top_k = mixture.w13, mixture.w2, mixture.num_experts, mixture.routing.top_k
         _, hidden, intermediate = w2.shape
         sizes = hidden % 8 == 0 and intermediate % 8 == 0 and num_experts <= _MAX_EXPERTS and top_k <= _MAX_TOP_K
@@ -169,7 +169,7 @@ class CudaMoe:
         return self._mix(x, router_logits, weighting, mixture, residual)
 
     def chooses_with_router(self, x: Tensor, weight: Tensor, mixture: Mixture) -> bool:
-        """Return True if `norm_mix` is for so many tokens, this router [experts, H] and these experts."""
+        """Return True if `norm_mix` supports tokens x [T, H], a router's weight [experts, H] and these experts."""
         routing = mixture.routing
         if not routing.plain or mixture.biases.choice is not None or not self.supports(mixture):
             return False
@@ -339,7 +339,7 @@ class CudaMoe:
         return plan
 
     def _sort(self, experts: Tensor, tokens: int, kind: _Kind, tile_rows: int, plan: _Plan) -> None:
-        """Plan the products of pairs whose experts [pairs] are chosen; the plan has their weights already."""
+        """Sort pairs by their experts [pairs] into `plan`, which has their weights already."""
         sort = self._compiler.kernel(_plan_spec, "moe_sort", kind)
         sort(
             (1,),
@@ -353,7 +353,7 @@ class CudaMoe:
         )
 
     def _tilings(self, pairs: int, experts: int, w13: ExpertMatrices) -> tuple[_Tiling, _Tiling] | ProductTilings:
-        """Return the tilings of the two products, of as many pairs."""
+        """Return the tilings of the two products for a number of (token, expert) pairs."""
         if isinstance(w13, PackedExperts):
             return quantized_moe.choose_tilings(w13.format, pairs, experts)
         if pairs <= _FEW_PAIRS:
@@ -369,7 +369,7 @@ class CudaMoe:
         tiling: _Tiling | QuantizedTiling,
         kind: _Kind,
     ) -> Launcher:
-        """Return the launch of a grouped product, which lacks the other arguments than the weight's."""
+        """Return the launcher of a grouped product with the weight's arguments bound."""
         form, arguments = None, {"weight": weight, "shared": shared}
         if isinstance(weight, PackedExperts):
             form, arguments = weight.format, quantized_moe.weight_arguments(weight)
@@ -389,7 +389,7 @@ def _kind(dtype: torch.dtype, logits: torch.dtype, mixture: Mixture) -> _Kind:
 
 
 def _weighting(routing: Routing) -> _Weighting:
-    """Return the weights of experts that have the largest probabilities."""
+    """Return how experts with the largest probabilities are weighed."""
     return _Weighting.RENORMALIZED if routing.renormalize else _Weighting.PROBABILITIES
 
 
@@ -404,7 +404,7 @@ def _choice(weighting: _Weighting, mixture: Mixture) -> dict[str, Any]:
 
 
 def _empty_plan(tokens: int, device: torch.device, held: int, kind: _Kind, tile_rows: int) -> _Plan:
-    """Return a plan that has room for any routing of so many tokens."""
+    """Allocate a plan that is large enough for any routing of so many tokens."""
     chosen_pairs, pairs = tokens * kind.top_k, tokens * kind.taken
     touched = min(chosen_pairs, held)
     tiles = touched + (chosen_pairs - touched) // tile_rows + kind.shared * -(-tokens // tile_rows)

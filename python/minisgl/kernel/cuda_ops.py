@@ -40,7 +40,7 @@ from minisgl.quantization.levels import LevelFormat, Levels
 from minisgl.quantization.rounding import Int4Grid
 
 _VECTOR_BYTES = 16
-_WARPS = 4  # of a block that works warp by warp
+_WARPS = 4  # of a block whose warps work independently
 _ACTIVATION_THREADS = 128
 _MAX_THREADS = 1024  # of a block
 _MAX_NEXT_NORMS = 3  # as in norm.cu
@@ -76,11 +76,11 @@ class CudaOps:
         for experts in needs.experts:
             self._moe.begin_compiling(dtype, experts)
 
-    def bind(self, weight: Tensor, grid: Int4Grid | None = None) -> Weight:  # noqa: ARG002 (no kernel reads 4 bits yet)
+    def bind(self, weight: Tensor, grid: Int4Grid | None = None) -> Weight:  # noqa: ARG002 (a grid is for CPUs; `bind_levels` gets int4)
         return DenseWeight(self, weight)
 
     def keeps(self, form: LevelFormat, width: int, size: int, dtype: torch.dtype) -> bool:
-        return self._quantized.supports(form, width, size, dtype)  # all that self._fp8 supports, too
+        return self._quantized.supports(form, width, size, dtype)  # which includes all that self._fp8 supports
 
     def keeps_experts(self, form: LevelFormat, width: int, size: int, dtype: torch.dtype) -> bool:
         return self._moe.keeps(form, width, size, dtype)
@@ -160,7 +160,7 @@ class CudaOps:
     def norm_linear(
         self, x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        # Of those that are small enough for these, nearly all are of q, k and v.
+        # Nearly all products behind a norm that these kernels support are those of q, k and v, in front of attention.
         if self._skinny.supports(x, weight):
             x, late = self._norm_for_skinny(x, norm)
             return self._skinny.product(x, late, weight, bias, before_attention=True, out=out)
@@ -176,7 +176,7 @@ class CudaOps:
         return x if norm is None else self.rms_norm(x, norm)
 
     def _norm_for_skinny(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
-        """Return x and the norm that it still lacks."""
+        """Return x and the norm that skinny_gemm.cu is to apply; or x normed, and None."""
         if norm is not None and _norms_late(x.dtype, norm.weight.dtype):
             return x, norm
         return self._normed(x, norm), None
@@ -368,16 +368,16 @@ class CudaOps:
 
 
 def _norms_late(dtype: torch.dtype, norm_dtype: torch.dtype) -> bool:
-    """Return True if skinny_gemm.cu norms x [M, K] itself.
+    """Return True if skinny_gemm.cu applies the RMSNorm of x [M, K] itself.
 
-    It divides by the root mean square last, for which float16 has no room, and multiplies by the norm's weight in x's
-    dtype, which is too coarse for a float32 weight.
+    It multiplies x by the norm's weight in x's dtype and divides the sums by the root mean square at last. The products
+    may overflow float16, and x's dtype is too coarse for a float32 weight.
     """
     return dtype != torch.float16 and norm_dtype == dtype
 
 
 def _decode_inputs() -> KernelSpec:
-    return KernelSpec("inputs.cu", "decode_inputs", {"SCALAR": "f32"})  # which the file's other kernel asks for
+    return KernelSpec("inputs.cu", "decode_inputs", {"SCALAR": "f32"})  # only the file's other kernel uses SCALAR
 
 
 def _embed(dtype: torch.dtype) -> KernelSpec:
@@ -390,7 +390,7 @@ def _rms_norm(dtype: torch.dtype, norm_dtype: torch.dtype) -> KernelSpec:
 
 
 def _norm_add(dtype: torch.dtype, norm_dtype: torch.dtype) -> KernelSpec:
-    return replace(_rms_norm(dtype, norm_dtype), name="norm_add")  # of the same module
+    return replace(_rms_norm(dtype, norm_dtype), name="norm_add")  # both are kernels of one compiled module
 
 
 def _activate_and_mul(dtype: torch.dtype, activation: GateActivation) -> KernelSpec:

@@ -1,4 +1,4 @@
-"""Quantized weights on a GPU: kept as small numbers, and multiplied in the model's dtype or in FP8."""
+"""Quantized weights on a GPU: kept in their format, and multiplied in the model's dtype (W8A16, W4A16) or FP8."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ Activate = Callable[[Tensor, Activation], Tensor]
 class QuantizedWeight:
     """Implements kernel.base.Weight.
 
-    Few rows are multiplied as the weight is read (csrc/quantized_gemm.cu); with a gated one, where its gate is wanted.
-    For many its values are written to memory that is free again afterwards, so that a library multiplies them.
+    For few rows the kernels decode the weight in registers (csrc/quantized_gemm.cu); a gated weight is packed for
+    `norm_gated_linear` alone. For many rows the weight is dequantized to memory that is free again behind the product,
+    for which cuBLAS is called.
     """
 
     def __init__(
         self, ops: Ops, gemm: QuantizedGemm, packed: PackedLevels, dtype: torch.dtype, order: Tensor | None = None
     ) -> None:
-        """`order`: int64 [in], the columns that the packed ones are, if they are in another order."""
+        """`order`: int64 [in], the matrix's column of each packed column, if their order differs (`desc_act`)."""
         self._ops, self._gemm, self._packed, self._dtype, self._order = ops, gemm, packed, dtype, order
         group = f" with groups of {packed.group}" if packed.group else ""
         ordered = " in their order" if order is not None else ""
@@ -40,7 +41,7 @@ class QuantizedWeight:
 
     @property
     def tensor(self) -> Tensor:
-        """The matrix [out, in] in the model's dtype, columns as they are packed, made anew."""
+        """The matrix [out, in] in the model's dtype, dequantized anew, with its columns in packed order."""
         return self._gemm.values(self._packed, self._dtype)
 
     def linear(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
@@ -66,11 +67,11 @@ class QuantizedWeight:
         return self._ops.norm_gated_linear(x, None, self.tensor, bias, activation=activation)
 
     def _normed(self, x: Tensor, norm: Norm | None, *, gated: bool) -> tuple[Tensor, Norm | None]:
-        """Return x normed, or as it is with the norm that the product takes over."""
+        """Return x normed and None; or x as it is and the norm, if the product applies it."""
         if norm is None:
             return self._ordered(x), None
-        here = self._order is None and self._packed.gated == gated and self._gemm.takes(x, self._packed)
-        if here and self._gemm.norms(x, self._packed, norm):
+        in_kernel = self._order is None and self._packed.gated == gated and self._gemm.takes(x, self._packed)
+        if in_kernel and self._gemm.norms(x, self._packed, norm):
             return x, norm
         return self._ordered(self._ops.rms_norm(x, norm)), None
 
@@ -79,7 +80,7 @@ class QuantizedWeight:
 
 
 class Fp8Weight:
-    """Implements kernel.base.Weight for formats whose products round x to FP8: at every number of rows alike."""
+    """Implements kernel.base.Weight for formats whose products round x to FP8, at every number of rows alike (W8A8)."""
 
     def __init__(self, gemm: Fp8Gemm, matrix: Fp8Matrix, dtype: torch.dtype, activate: Activate) -> None:
         self._gemm, self._matrix, self._dtype, self._activate = gemm, matrix, dtype, activate

@@ -1,6 +1,7 @@
-"""Products with packed quantized weights on Hopper, and their values for many rows.
+"""Products with packed quantized weights on Hopper, and dequantization for products of many rows.
 
-csrc/quantized_gemm.cu multiplies, few rows of int4 skinny_int4_gemm.cu, a lone row of int4 or FP8 quantized_gemv.cu.
+csrc/quantized_gemm.cu is the general kernel, skinny_int4_gemm.cu that for few rows of x with int4 weights, and
+quantized_gemv.cu that for a lone row with int4 or FP8 weights. dequantize.cu writes the weight for cuBLAS.
 """
 
 from __future__ import annotations
@@ -18,12 +19,11 @@ from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.quantization.gpu_layout import CHUNK, PackedLevels
 from minisgl.quantization.levels import Kind, LevelFormat
 
-# Of x. Above, the values are written in x's dtype and cuBLAS multiplies them.
-MOST_ROWS = 384
+MOST_ROWS = 384  # of x; with more, the weight is dequantized to x's dtype and cuBLAS multiplies
 _MIN_BLOCK_K = 64  # columns of a stage
-_MAX_VALUES_WIDTH = 1 << 16  # rows of a weight whose values there is room for, beside the model
-_VALUES_CHUNKS = 4  # of a block, as in dequantize.cu
-_ALL_SHARED = 228 << 10  # of a multiprocessor: attention's blocks have room beside those of quantized_gemv.cu
+_MAX_VALUES_WIDTH = 1 << 16  # most rows of a weight that is dequantized: a vocabulary's would take too much memory
+_VALUES_CHUNKS = 4  # chunks of a block, as in dequantize.cu
+_ALL_SHARED = 228 << 10  # of a multiprocessor, so that blocks of attention fit beside those of quantized_gemv.cu
 _WEIGHTS: dict[Kind, str] = {"fp8": "E4M3", "int8": "INT8", "int4": "INT4"}
 _GROUPS: dict[Kind, tuple[int, ...]] = {"fp8": (0, 128), "int8": (0,), "int4": (32, 64, 128)}
 
@@ -46,7 +46,7 @@ class QuantizedGemm:
         self._compiler = compiler
 
     def begin_compiling(self, weight: PackedLevels, dtype: torch.dtype) -> None:
-        """Begin to compile the products with a weight; of a gated one those with silu."""
+        """Begin to compile the products with a weight; with a gated one, those with silu."""
         gate: Activation | None = "silu" if weight.gated else None
         divisions = {
             self.division(weight, rows, before_attention=before_attention)
@@ -74,7 +74,7 @@ class QuantizedGemm:
         )
 
     def takes(self, x: Tensor, weight: PackedLevels) -> bool:
-        """Return True if x has so few rows that the products are for it; of a vocabulary's weight any."""
+        """Return True if `product` is for x [M, K]: M is at most MOST_ROWS, or the weight a vocabulary's."""
         few = len(x) <= MOST_ROWS or weight.width > _MAX_VALUES_WIDTH
         return len(x) > 0 and few and x.is_contiguous()
 
@@ -93,7 +93,7 @@ class QuantizedGemm:
     ) -> Tensor:
         """[M, N], or [M, N / 2] with the activation of a `gate`; see Ops.linear and norm_gated_linear.
 
-        `norm`: of x, only where `norms` says so.
+        `norm`: RMSNorm of x, only where `norms` returns True. `division`: instead of the estimated best.
         """
         rows, (width, size) = len(x), (weight.width, weight.size)
         outputs = width if gate is None else width // 2
@@ -115,11 +115,11 @@ class QuantizedGemm:
         return out
 
     def norms(self, x: Tensor, weight: PackedLevels, norm: Norm) -> bool:
-        """Return True if the product norms x itself."""
+        """Return True if the product applies the RMSNorm of x itself."""
         return _norms(x.dtype, norm.weight.dtype, self.division(weight, len(x)))
 
     def division(self, weight: PackedLevels, rows: int, *, before_attention: bool = False) -> Division | GemvDivision:
-        """Divide a product of so many rows; see `divide_gemv` and `divide_quantized`."""
+        """Return the division of a product of `rows` rows; see `divide_gemv` and `divide_quantized`."""
         if rows == 1:
             gemv = divide_gemv(weight.kind, weight.width, weight.size, weight.group, self._compiler.num_sms)
             if gemv is not None:
@@ -135,7 +135,7 @@ class QuantizedGemm:
         )
 
     def values(self, weight: PackedLevels, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """Return the matrix [out, in] in `dtype`."""
+        """Return the dequantized matrix [out, in] in `dtype`."""
         if out is None:
             out = torch.empty((weight.width, weight.size), dtype=dtype, device=weight.words.device)
         tiles, chunks, _ = weight.words.shape
@@ -155,7 +155,7 @@ class QuantizedGemm:
 
 
 def _norms(dtype: torch.dtype, norm_dtype: torch.dtype, division: Division | GemvDivision) -> bool:
-    """Return True if a kernel norms x itself: late, as skinny_gemm.cu does, for which float16 has no room."""
+    """Return True if a kernel applies the RMSNorm of x itself; see `_norms_late` of cuda_ops.py for float16."""
     late = isinstance(division, GemvDivision) or division.skinny
     return late and dtype == norm_dtype == torch.bfloat16
 

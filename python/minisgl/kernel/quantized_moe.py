@@ -19,16 +19,16 @@ _GROUPS: dict[Kind, tuple[int, ...]] = {"fp8": (0, 128), "int8": (0,), "int4": (
 
 
 class QuantizedTiling(NamedTuple):
-    """The macros of quantized_moe.cu that divide the work."""
+    """Macros of quantized_moe.cu that divide the work."""
 
-    max_pairs: int  # of a block
-    warpgroups: int  # of `height` times 64 rows of the weight each
+    max_pairs: int  # (token, expert) pairs of a block
+    warpgroups: int  # each has `height` times 64 rows of the weight
     block_k: int  # columns of a stage
     stages: int
     blocks: int  # on a multiprocessor
     height: int = 1
-    wgmma: bool = False  # multiplies by it, else by `mma`
-    route: bool = False  # each pair is a tile, and the second product sums a token's experts
+    wgmma: bool = False  # multiply by wgmma, else by mma
+    route: bool = False  # each pair is a tile, and the second product adds up a token's experts
 
     @property
     def block_n(self) -> int:
@@ -43,7 +43,7 @@ class QuantizedTiling(NamedTuple):
         return 128 * self.warpgroups
 
     def shared_bytes(self, form: LevelFormat) -> int:
-        """Return the memory of the ring."""
+        """Return the dynamic shared memory of a block: the ring."""
         weight = TILE * self.block_k * BITS[form.kind] // 8
         if form.kind == "mxfp4":
             weight += TILE * self.block_k // form.group
@@ -55,17 +55,17 @@ class QuantizedTiling(NamedTuple):
 
 
 class ProductTilings(NamedTuple):
-    """Tilings of a layer's two products, of as many pairs."""
+    """Tilings of a layer's two products, for one number of pairs."""
 
     gated: QuantizedTiling
     weighted: QuantizedTiling
 
 
 class _Tilings(NamedTuple):
-    """Tilings by the number of pairs, as the fastest of those were that have been measured."""
+    """Tilings by the number of pairs: the fastest of those measured on an H200 (docs/log.md)."""
 
-    few: ProductTilings  # so few that they seldom share an expert: each is a tile
-    by_mean: tuple[tuple[float, QuantizedTiling], ...]  # by the tokens of an expert, up to so many
+    few: ProductTilings  # up to _FEW_PAIRS, which seldom share an expert: each pair is a tile
+    by_mean: tuple[tuple[float, QuantizedTiling], ...]  # up to a mean number of tokens of an expert
     many: QuantizedTiling
 
 
@@ -104,9 +104,9 @@ _INT4_OF_128 = _INT4._replace(
         (24.0, QuantizedTiling(32, 1, 128, 2, 4, height=2)),
     )
 )
-# 192, 320 and 576 divide 2,880, the width of gpt-oss; and there are no sums of groups, so registers suffice for more
-# pairs. Its 180 blocks of a token's second product have their whole weight under way, or else each waits for memory
-# nine times.
+# Stages of 192, 320 and 576 columns divide 2,880, the hidden size of gpt-oss. MXFP4 has no sums of groups, so registers
+# suffice for more pairs. The 180 blocks of a lone token's second product load their whole weight at once: with shorter
+# rings each would wait for memory nine times.
 _MXFP4 = _Tilings(
     ProductTilings(QuantizedTiling(8, 1, 320, 2, 6, route=True), QuantizedTiling(8, 1, 576, 3, 2, route=True)),
     (
@@ -118,7 +118,7 @@ _MXFP4 = _Tilings(
     QuantizedTiling(128, 2, 128, 2, 2, wgmma=True),
 )
 _TILINGS: dict[Kind, _Tilings] = {"fp8": _8_BITS, "int8": _8_BITS, "int4": _INT4, "mxfp4": _MXFP4}
-_OF_128: dict[Kind, _Tilings] = {"fp8": _FP8_OF_128, "int4": _INT4_OF_128}  # of groups of 128 columns
+_OF_128: dict[Kind, _Tilings] = {"fp8": _FP8_OF_128, "int4": _INT4_OF_128}  # formats with groups of 128 columns
 
 
 def _tilings_of(form: LevelFormat) -> _Tilings:
@@ -126,7 +126,7 @@ def _tilings_of(form: LevelFormat) -> _Tilings:
 
 
 def tilings(form: LevelFormat) -> list[QuantizedTiling]:
-    """Return the tilings of any number of pairs, those of few first."""
+    """Return all tilings of a format, those for few pairs first."""
     few, by_mean, many = _tilings_of(form)
     return list(dict.fromkeys([*few, *(tiling for _, tiling in by_mean), many]))
 
@@ -150,7 +150,7 @@ def supports(form: LevelFormat, width: int, size: int, dtype: torch.dtype) -> bo
 
 
 def product_spec(kernel: ExpertProduct, form: LevelFormat, tiling: QuantizedTiling, mixture: Macros) -> KernelSpec:
-    """Describe a product of experts of this format; `mixture`: the macros that do not depend on it."""
+    """Describe a product of experts of this format; `mixture`: macros that depend neither on it nor on the tiling."""
     macros: Macros = {
         **mixture,
         "WEIGHT": _WEIGHTS[form.kind],
@@ -167,6 +167,6 @@ def product_spec(kernel: ExpertProduct, form: LevelFormat, tiling: QuantizedTili
 
 
 def weight_arguments(weight: PackedExperts) -> dict[str, Any]:
-    """Return the kernels' arguments that are the weight."""
+    """Return the kernels' arguments for a packed weight."""
     scales = weight.scales.view(torch.int32)
     return {"weight": weight.words, "scales": scales, "row_scales": weight.row_scales, "chunks": weight.words.shape[2]}

@@ -25,8 +25,8 @@ SCALAR_NAMES = {
     torch.float32: "f32",
     torch.float8_e4m3fn: "e4m3",  # in the KV cache only (fp8.cuh)
 }
-# Of a multiprocessor's 256 KiB, while it multiplies what attention then begins to read: what attention streams from
-# memory passes L1, which is the rest. One of the sizes that there are.
+# Shared memory of a multiprocessor, out of 256 KiB, while it computes the product in front of attention. Attention,
+# which begins early, streams K and V through L1, which is the rest. It is one of the sizes that the hardware has.
 SHARED_BEFORE_ATTENTION = 132 << 10
 
 _SCALARS = {name: dtype for dtype, name in SCALAR_NAMES.items()}
@@ -42,7 +42,7 @@ _NUMBERS: dict[str, tuple[Any, tuple[type, ...]]] = {
     "long long": (np.int64, (int, np.integer)),
     "float": (np.float32, (int, float, np.integer, np.floating)),
 }
-_MAX_NUMBERS = 4096  # of a type that a launcher keeps converted
+_MAX_NUMBERS = 4096  # converted numbers of a type that are kept
 
 Macros: TypeAlias = Mapping[str, str | int]
 Launcher: TypeAlias = Callable[..., None]
@@ -62,7 +62,7 @@ class KernelSpec:
     macros: Macros = field(default_factory=dict)
     shared_bytes: int = 0  # dynamic shared memory of a block
     # Shared memory of a multiprocessor while it runs the kernel, one of the sizes that the hardware has. The rest is
-    # L1, also for kernels that begin meanwhile. 0: enough for as many blocks as fit.
+    # L1, also for kernels that begin meanwhile. 0: the driver chooses enough for as many blocks as fit.
     sm_shared_bytes: int = 0
 
 
@@ -156,7 +156,7 @@ def {kernel}(grid, block, /, *, cluster=1, early=True, {names}):
 
 
 def _conversion(parameter: Parameter) -> str:
-    """Return an expression of the argument as the driver takes it; it raises whatever for a wrong one."""
+    """Return the source of an expression that converts an argument for the driver; it raises for a wrong one."""
     name = parameter.name
     if parameter.type == "struct":
         return name
