@@ -95,3 +95,8 @@ def test_scales_and_offsets(dtype: torch.dtype) -> None:
     assert levels.offsets is not None
     assert torch.equal(pairs[:, 0::2], levels.scales)
     assert torch.equal(pairs[:, 1::2], levels.offsets)
+
+
+def test_a_copy_on_a_device_has_the_offsets() -> None:
+    levels = levels_of_int4(torch.randn(32, 64, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(levels.to(torch.device("cpu")).values(), levels.values())

@@ -1,4 +1,4 @@
-"""Quantized matrices as small numbers with scales: what a GPU keeps of a checkpoint, and makes when it rounds."""
+"""Quantized matrices as 4 or 8-bit numbers (levels) with scales: what stays on a GPU in place of a dense matrix."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from torch import Tensor
 
 Kind = Literal["fp8", "int8", "int4", "mxfp4"]
 
-MIDDLE: dict[Kind, int] = {"fp8": 0, "int8": 128, "int4": 8}  # the zero point where none is named
+MIDDLE: dict[Kind, int] = {"fp8": 0, "int8": 128, "int4": 8}  # the zero point of formats without zero points
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-E2M1 = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], device="cpu")  # by their four bits
+E2M1 = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], device="cpu")  # the value of each code
 
 
 @dataclass(frozen=True, slots=True)
 class LevelFormat:
-    """Kind of numbers, and how many input columns share a scale; 0: all of a row.
+    """Format of a matrix of levels.
 
-    `rounds_x`: the format's products round their activations to the kind too, in groups of as many columns of a row;
-    by the scale `x_scale`, or where it is 0 by the largest of a group.
+    `rounds_x`: products round activations to `kind`, too, in groups of `group` columns of a row; with the static scale
+    `x_scale`, or if it is 0, with dynamic scales by the largest value of each group.
     """
 
     kind: Kind
-    group: int = 0
-    zeros: bool = False  # it has zero points
+    group: int = 0  # input columns that share a scale; 0: all of a row
+    zeros: bool = False  # groups have zero points
     rounds_x: bool = False
     x_scale: float = 0.0
-    offsets: bool = False  # groups have them, of 16 bits as their scales
-    # Columns of the matrix in the order in which the levels have them, if it is another one.
+    offsets: bool = False  # groups have offsets, in 16 bits like their scales
+    # The matrix's column of each column of the levels, if their order differs (act-order).
     order: tuple[int, ...] | None = field(default=None, repr=False)
 
     def groups(self, size: int) -> int:
-        """Scales of a row of `size` columns."""
+        """Return the number of scales of a row of `size` columns."""
         return size // self.group if self.group else 1
 
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """Matrix [out, in] of (value - zero) * scale + offset.
+    """Matrix [out, in] of values (level - zero) * scale + offset.
 
-    `codes` uint8 [out, in] are the values' bits: those of float8_e4m3fn, an int8 plus 128, an integer from 0 to 15, an
+    `codes` uint8 [out, in] are the levels: bits of float8_e4m3fn, an int8 plus 128, an integer from 0 to 15, or bits of
     e2m1 (mxfp4, whose scales are powers of two).
     `scales` float32, `zeros` uint8 and `offsets` float32 are [out, groups].
     """
@@ -54,7 +54,7 @@ class Levels:
 
     @classmethod
     def empty(cls, form: LevelFormat, shape: torch.Size, device: torch.device) -> Levels:
-        """Return a matrix of this shape, to be filled."""
+        """Return an uninitialized matrix of this shape."""
         width, size = shape
         table = width, form.groups(size)
         return cls(
@@ -71,7 +71,7 @@ class Levels:
         return width, size
 
     def __getitem__(self, rows: slice | Tensor) -> Levels:
-        """Return some rows; of a slice the same memory."""
+        """Return some rows; a slice shares memory with this matrix."""
         zeros = None if self.zeros is None else self.zeros[rows]
         offsets = None if self.offsets is None else self.offsets[rows]
         return Levels(self.format, self.codes[rows], self.scales[rows], zeros, offsets)
@@ -79,7 +79,8 @@ class Levels:
     def to(self, device: torch.device) -> Levels:
         """Return the matrix on a device."""
         zeros = None if self.zeros is None else self.zeros.to(device)
-        return Levels(self.format, self.codes.to(device), self.scales.to(device), zeros)
+        offsets = None if self.offsets is None else self.offsets.to(device)
+        return Levels(self.format, self.codes.to(device), self.scales.to(device), zeros, offsets)
 
     def copy_(self, other: Levels) -> None:
         """Take the values of another matrix of this format and shape."""
@@ -91,7 +92,7 @@ class Levels:
             self.offsets.copy_(other.offsets)
 
     def values(self) -> Tensor:
-        """float32 [out, in], columns in the matrix's own order."""
+        """Return the dequantized matrix, float32 [out, in], with columns in the matrix's own order."""
         codes, groups = self.codes, self.scales.shape[1]
         if self.format.kind == "fp8":
             numbers = codes.view(torch.float8_e4m3fn).float().view(len(codes), groups, -1)
