@@ -38,8 +38,8 @@ Capability = tuple[int, int]
 
 SIXTEEN_BITS = torch.bfloat16, torch.float16
 TESTED: tuple[Capability, ...] = ((9, 0),)
-FP8: Capability = (8, 9)  # from here on GPUs convert 8 bits
-MAX_SCORES = 1 << 22  # a head's, that torch may store at a time on a GPU: 0.5 GiB of 32 heads in float32
+FP8: Capability = (8, 9)  # the first GPUs that convert FP8 in hardware
+MAX_SCORES = 1 << 22  # scores of a head that torch may store at a time on a GPU: 0.5 GiB for 32 heads in float32
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,9 +31,9 @@ class AttentionSpec:
     norm_dtype: torch.dtype | None = None  # of the weights of norms of q and k, if there are any; None: dtype
     scale: float | None = None  # factor of q @ k; None: head_dim ** -0.5
     has_sinks: bool = False  # each head's softmax has one more score, which `AttentionPlan.forward` is given
-    latent_dim: int | None = None  # the first dimensions of a key are its value (MLA); None: V is stored beside K
-    stores_kv: bool = True  # False: the layer attends to K and V that another one stores
-    # Of latent attention: a head's key without its rope, and its value, as they are made of a latent.
+    latent_dim: int | None = None  # MLA: so many first dimensions of a key are its value; None: V is stored beside K
+    stores_kv: bool = True  # False: the layer attends to K and V that another layer stores
+    # MLA: dimensions of a head's key (without rope) and of its value, when they are expanded from a latent.
     expanded_dims: tuple[int, int] | None = None
 
     @classmethod
@@ -80,17 +80,17 @@ class AttentionSpec:
         return torch.float8_e4m3fn if self.fp8_kv else self.dtype
 
     def kv_stores(self, dtype: torch.dtype | None = None) -> tuple[Store, ...]:
-        """Return what a token has that it attends to, in `kv_dtype` or another: K and V, or K alone with V in it."""
+        """Return what the layer stores of a token, in `kv_dtype` or another dtype: K and V, or one latent for both."""
         stores = paged_kv(self.num_kv_heads, self.head_dim, dtype or self.kv_dtype)
         return stores if self.latent_dim is None else stores[:1]
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentSpec:
-    """State that a layer without attention keeps of each slot on one rank, whatever the length of its sequence."""
+    """State of fixed size that a layer without attention keeps for each slot on one rank."""
 
     stores: tuple[Store, ...]
-    history: int  # inputs in front of a token that it reads
+    history: int  # inputs before a token that the layer's convolution reads
 
     @classmethod
     def of(cls, config: DeltaNetConfig, *, tp_size: int, dtype: torch.dtype) -> RecurrentSpec:
@@ -116,9 +116,9 @@ class AttentionInputs:
     query_starts: Tensor  # [rows + 1] int32: prefix sums of query_lens
     kv_lens_device: Tensor  # [rows] int32
     page_table: Tensor  # [rows, max_pages] int32: page of each block of page_size positions
-    # Tokens of a step of any rows that a graph holds, of which the host's lengths say nothing; None: no such graph.
+    # In a CUDA graph of prefills the number of tokens, since the host's lengths are only bounds there; else None.
     graph_tokens: int | None = None
-    window_table: Tensor | None = None  # the same for layers with a window, where these have pages of their own
+    window_table: Tensor | None = None  # page table of the windowed group, if there is one
 
     def of_layer(self, spec: AttentionSpec) -> AttentionInputs:
         """Return the inputs with the page table of the layer's group, in which entries behind its window are stale."""

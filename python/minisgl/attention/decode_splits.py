@@ -1,4 +1,4 @@
-"""Split-KV of fused decodes: the share of a row that each block of csrc/decode_attention.cu reads, by step size."""
+"""Split-KV of fused decodes: how csrc/decode_attention.cu divides rows among blocks, by the size of the step."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 from minisgl.attention.base import AttentionSpec
 
-LATENT_HEADS = 16  # of a block of csrc/latent_decode.cu
-VALUE_DIM = 256  # dimensions of a head's value, at most, that a cluster of csrc/decode_attention.cu has
-_MAX_GROUP = 8  # query heads of a KV head: rows of a tensor-core instruction
+LATENT_HEADS = 16  # query heads of a block of csrc/latent_decode.cu
+VALUE_DIM = 256  # most dimensions of V that a cluster of csrc/decode_attention.cu has; larger heads take two clusters
+_MAX_GROUP = 8  # query heads of a KV head: columns of a tensor-core instruction
 
 
 def fused_decode_unsupported(spec: AttentionSpec, capability: tuple[int, int]) -> str | None:
@@ -34,43 +34,44 @@ def fused_decode_unsupported(spec: AttentionSpec, capability: tuple[int, int]) -
 class DecodeSplits:
     """Launch parameters of a fused decode: clusters of blocks, and how long rows are cut into splits of tiles."""
 
-    cluster: int  # blocks that share a KV head of a row
+    cluster: int  # blocks that divide one KV head of a row
     warps: int  # of a block
-    blocks_of_sm: int
-    spare_clusters: int  # clusters besides one for each row and KV head, which take what is cut off
-    num_kv_splits: int = 1  # of a row of more than twice `min_tiles`; more or fewer where the bounds demand it
+    blocks_of_sm: int  # for which a multiprocessor's registers must suffice
+    spare_clusters: int  # clusters beyond one for each row and KV head; they take the further splits of long rows
+    num_kv_splits: int = 1  # of a row of more than 2 * min_tiles; more or fewer where the bounds below demand it
     min_tiles: int = 256  # of a split
-    max_tiles: int = 256
+    max_tiles: int = 256  # of a split
 
     @property
     def compiled_for(self) -> tuple[int, int, int]:
-        """Parameters that the kernel's code depends on."""
+        """Parameters that are macros of the kernel."""
         return self.cluster, self.warps, self.blocks_of_sm
 
 
 def decode_splits(
     units: int, num_sms: int, head_dim: int, *, spills: bool, fp8: bool, slow_memory: bool = False
 ) -> DecodeSplits:
-    """Return the parameters for `units` rows times KV heads (twice as many of 512 dimensions) that were fastest on 132
-    multiprocessors of an H200, or of an H100 (`slow_memory`), whose many rows want the same, but whose few rows want
-    fewer and smaller clusters (docs/log.md). Heads of 512 were not measured.
+    """Return the fastest launch parameters for `units`: rows times KV heads, times two for heads of 512 dimensions.
 
-    Few rows share the multiprocessors by clusters. Otherwise rows of up to 8,192 tokens stay whole, for equal rows
-    are best left alone; and there are enough spare clusters to keep the memory busy with what the others leave.
-    `spills`: the kernel does not fit into 128 registers. `fp8`: K and V have 8 bits, of which a block has half the
-    bytes under way.
+    They were measured on the 132 multiprocessors of an H200, and of an H100 (`slow_memory`), where few rows are faster
+    with fewer and smaller clusters (docs/log.md). Heads of 512 were not measured.
+
+    Few rows are divided among all multiprocessors by clusters. With many rows, those of up to 8,192 tokens are not
+    split, since equal rows keep the GPU busy by themselves; spare clusters take the further splits of longer rows.
+    `spills`: the kernel does not fit into 128 registers. `fp8`: K and V have 8 bits, so a block has half the bytes in
+    flight.
     """
-    if head_dim > 128:  # of which a thread takes 255 registers: a multiprocessor holds eight warps
+    if head_dim > 128:  # a thread takes 255 registers, so a multiprocessor holds eight warps
         cluster = next((c for c in (8, 4, 2) if c * units <= 2 * num_sms), 1)
         warps = 3 if head_dim > VALUE_DIM and cluster > 1 else 4  # as many as the 48 KiB of shared memory hold
         return DecodeSplits(cluster, warps, 2, spare_clusters=max(2 * num_sms // cluster - units, 64))
-    at_once = num_sms // 5  # clusters of eight large blocks: some groups of multiprocessors have room for three
+    at_once = num_sms // 5  # clusters of eight large blocks that run at a time: a GPC holds at most three
     if 16 * units <= num_sms:
         return DecodeSplits(
             8, 6, 2, spare_clusters=at_once - units, num_kv_splits=at_once // units, min_tiles=80, max_tiles=1 << 20
         )
     if slow_memory and 8 * units <= 3 * num_sms:
-        # Clusters that the device cannot hold beside the others would begin when these have ended.
+        # More clusters than run at a time would only begin when others have ended.
         if 8 * units <= num_sms:
             return DecodeSplits(8, 6, 2, spare_clusters=2 * num_sms // 9 - units, min_tiles=512, max_tiles=512)
         return DecodeSplits(4, 6, 2, spare_clusters=15 * num_sms // 32 - units, min_tiles=512, max_tiles=512)
@@ -93,13 +94,13 @@ def decode_splits(
         return DecodeSplits(1, 4, 3, spare_clusters=256)
     if slow_memory and 2 * num_sms < units <= 3 * num_sms:
         return DecodeSplits(2, 4, 3, spare_clusters=128)  # 6% slower for equal rows, 8% faster for others
-    if head_dim == 64 and 3 * num_sms < units <= 4 * num_sms:  # half the bytes under way: all blocks at once
+    if head_dim == 64 and 3 * num_sms < units <= 4 * num_sms:  # half the bytes in flight, so all blocks in one wave
         return DecodeSplits(1, 4, 4, spare_clusters=256)
-    if units <= 2 * num_sms or 3 * num_sms < units <= 4 * num_sms:  # all at once, or in two waves
+    if units <= 2 * num_sms or 3 * num_sms < units <= 4 * num_sms:  # one wave, or two full ones
         return DecodeSplits(1, 8, 2, spare_clusters=256)
-    if units > 10 * num_sms:  # so many waves that the last counts for little
+    if units > 10 * num_sms:  # so many waves that a partial last one counts for little
         return DecodeSplits(1, 4, 4, spare_clusters=256)
-    # So many that the last of the waves in which they work leaves the fewest places empty.
+    # As many blocks on a multiprocessor as leave the least of the last wave idle.
     blocks = min((3, 4), key=lambda blocks: -(-units // (blocks * num_sms)) * blocks)
     return DecodeSplits(1, 4, blocks, spare_clusters=256)
 

@@ -1,8 +1,8 @@
 """A decode's attention in one launch from the q, k, v product on: csrc/decode_attention.cu, for Hopper and later.
 
-It takes the place of `Ops.norm_rope_store` and an attention backend in steps that only decode, and reads slots, lengths
-and the page table where they are: nothing is planned, gathered or sent for it. What a row gets depends on its own
-tokens and the number of rows of the step (of its graph), not on the other rows.
+It replaces `Ops.norm_rope_store` and the attention backend in steps of decodes alone. It reads slots, lengths and the
+page table where they are, so nothing is planned, gathered or sent for it. How a row is computed depends on its own
+length and the number of rows of the step (or its graph), not on the other rows.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from minisgl.kernel.fp8_rows import GROUP, Fp8Rows, empty_rows
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.kernel.small_batch_gemm import MAX_ROWS
 
-_MAX_CLUSTER = 8  # blocks, on every GPU that has clusters
-_TILE = 16  # tokens
-_FAST_MEMORY = 30e9  # bytes a second, for each multiprocessor
-_MAX_SPLITS = 64  # of a row: one cluster merges them
-_RECORDS = 1 << 14  # of splits, of all rows and KV heads
-_NEVER = (1 << 30) - 1  # tiles of a split where no row is cut
+_MAX_CLUSTER = 8  # blocks of a cluster, on every GPU that has clusters
+_TILE = 16  # tokens of a tile, as in decode_attention.cu
+_FAST_MEMORY = 30e9  # bytes a second for each multiprocessor, between an H100 (25) and an H200 (37)
+_MAX_SPLITS = 64  # of a row, since one cluster merges them
+_RECORDS = 1 << 14  # partial results of splits for which there is memory
+_NEVER = (1 << 30) - 1  # more tiles than any row has: no row is split
 
 
 class FusedDecode:
     """Compiles the kernels of a model's layers; `rows` binds them to a step.
 
-    For one stream: all layers keep the results of splits in one memory, which a layer is done with when it ends.
+    All layers keep partial results of splits in one buffer, so only one stream may use an instance.
     """
 
     def __init__(self, specs: Iterable[AttentionSpec], device: torch.device) -> None:
@@ -40,7 +40,7 @@ class FusedDecode:
         self._specs = tuple(specs)
         about = torch.cuda.get_device_properties(device)
         self._num_sms = about.multi_processor_count
-        # Two transfers a cycle; in kHz and bits. 25 GB/s for each multiprocessor of an H100, 37 of an H200.
+        # Memory makes two transfers a cycle; the clock is in kHz, the bus width in bits.
         bytes_per_second = 2 * about.memory_clock_rate * 1000 * about.memory_bus_width / 8
         self._slow_memory = bytes_per_second / self._num_sms < _FAST_MEMORY
         floats = max(spec.group * (min(spec.head_dim, VALUE_DIM) + 2 * _MAX_CLUSTER) for spec in self._specs)
@@ -50,7 +50,7 @@ class FusedDecode:
     def begin_compiling(self, max_rows: int, *, rounded: bool = False) -> None:
         """Compile the kernels of steps of up to so many rows in threads; any other is compiled when it is needed.
 
-        `rounded`: those of `FusedRows.forward_rounded`.
+        `rounded`: the kernels of `FusedRows.forward_rounded`.
         """
         steps = ((spec, self._splits_of(spec, rows)) for spec in self._specs for rows in range(1, max_rows + 1))
         expected = {(spec, splits.compiled_for) for spec, splits in steps if not rounded or _rounds(spec, splits)}
@@ -86,12 +86,12 @@ class FusedDecode:
 
 
 def _parts(head_dim: int) -> int:
-    """Return the parts of a KV head, each of which has a cluster of its own."""
+    """Return the number of clusters that divide the dimensions of a KV head."""
     return -(-head_dim // VALUE_DIM)
 
 
 def _rounds(spec: AttentionSpec, splits: DecodeSplits) -> bool:
-    """Return True if blocks end with whole heads, each of which is a group of columns that have one scale in FP8."""
+    """Return True if each block merges whole heads, which are groups of 128 columns with one FP8 scale."""
     return spec.head_dim == GROUP and spec.group % splits.cluster == 0
 
 
@@ -130,7 +130,7 @@ class FusedRows:
     ) -> Tensor:
         """Store k and v of qkv [B, (heads + 2 * kv_heads) * head_dim], and attend: [B, heads, head_dim].
 
-        Of layers that attend to K and V of another one qkv is q [B, heads * head_dim]. `sinks` [heads]: as in
+        For layers that attend to K and V of another layer, qkv is q [B, heads * head_dim]. `sinks` [heads]: as in
         `AttentionPlan.forward`.
         """
         out = qkv.new_empty((len(qkv), heads.num_heads, k_cache.shape[-1]))
@@ -139,13 +139,13 @@ class FusedRows:
 
     @property
     def rounds(self) -> bool:
-        """True if the kernel can round what it leaves to FP8."""
+        """True if the kernel can round its output to FP8."""
         return _rounds(self.spec, self.splits)
 
     def forward_rounded(
         self, qkv: Tensor, heads: Heads, k_cache: Tensor, v_cache: Tensor, sinks: Tensor | None = None
     ) -> Fp8Rows:
-        """Do as `forward`, and round the rows [B, heads * head_dim] to FP8 in groups of 128 columns, if it `rounds`."""
+        """Do as `forward`, but return [B, heads * head_dim] in FP8 with groups of 128 columns; only if `rounds`."""
         out = empty_rows(len(qkv), heads.num_heads * GROUP, GROUP, qkv.device)
         self._launch(qkv, heads, k_cache, v_cache, sinks, out)
         return out
@@ -162,12 +162,12 @@ class FusedRows:
         splits, spec, rows = self.splits, self.spec, len(qkv)
         num_kv_heads, head_dim = k_cache.shape[-2:]
         rounded = out if isinstance(out, Fp8Rows) else None
-        parts = num_kv_heads * _parts(head_dim)  # of a row, with a cluster each
+        parts = num_kv_heads * _parts(head_dim)  # clusters of a row that is not split
         units = rows * parts
         max_splits = max(1, min(_RECORDS // units, _MAX_SPLITS))
-        longest = _NEVER if spec.window is None else spec.window // _TILE + 2  # tiles that a row may see
+        longest = _NEVER if spec.window is None else spec.window // _TILE + 2  # most tiles that a row reads
         cuts = max_splits > 1 and longest > 2 * splits.min_tiles
-        spare = max(splits.spare_clusters // parts, 1) if cuts else 0  # of each part
+        spare = max(splits.spare_clusters // parts, 1) if cuts else 0  # clusters for each part
         self.compiler.kernel(_kernel_spec, spec, *splits.compiled_for, rounded is not None)(
             (1, parts, rows + spare),
             splits.warps * 32,

@@ -1,5 +1,6 @@
 """Quantized weights: published formats, each read to floating point exactly, and rounding done at load.
 
-`schemes` says what a checkpoint holds and imports no torch; `models/config/quantization_config.py` makes it from
-config.json. The other modules turn stored tensors into values, one family of formats each; `dequantize` chooses.
+`schemes` describes formats and imports no torch; `models/config/quantization_config.py` makes a description from
+config.json. `scaled`, `packed` and `mxfp4` read one family of formats each; `dequantize` chooses among them. `levels`
+is a matrix that stays quantized, `gpu_layout` and `expert_layout` its layout for the kernels of csrc/.
 """

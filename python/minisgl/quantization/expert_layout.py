@@ -1,4 +1,4 @@
-"""Quantized experts as csrc/quantized_moe.cu reads them: each matrix packed as csrc/quantized.cuh says."""
+"""Layout of quantized experts for csrc/quantized_moe.cu: each matrix is packed as csrc/quantized.cuh explains."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from minisgl.quantization.gpu_layout import CHUNK, TILE, pack_codes, pack_scales
 from minisgl.quantization.levels import LevelFormat, Levels
 
-_E8M0_SHIFT = 126  # added to the exponents of scales, which so make up for the place of e2m1's bits in bfloat16
-_E8M0_LARGEST = 128  # exponent, biased by 127, of a scale: 2
+_E8M0_SHIFT = 126  # added to the exponents of scales: the bits of e2m1, read as bfloat16, are too small by 2^126
+_E8M0_LARGEST = 128  # largest biased exponent of a scale, 2, to which the shift can be added
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class PackedExperts:
     def empty(
         cls, form: LevelFormat, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, *, gated: bool
     ) -> PackedExperts:
-        """Return matrices to be filled."""
+        """Return uninitialized matrices."""
         experts, width, size = shape
         tiles, chunks = -(-width // TILE), -(-size // CHUNK[form.kind])
         words = torch.empty((experts, tiles, chunks, 512), dtype=torch.int32, device=device)
@@ -67,15 +67,15 @@ class PackedExperts:
         return sum(each.nbytes for each in (self.words, self.scales, self.row_scales) if each is not None)
 
     def fill(self, expert: int, rows: slice, levels: Levels) -> None:
-        """Pack some rows of an expert: all of them, or of a gated one its gates or its ups. ValueError for values that
-        the layout has no room for.
+        """Pack rows of an expert: all of them, or the gates or the ups of a gated one. ValueError for scales that the
+        layout cannot hold.
         """
         width = self.shape[1]
         start, stop, _ = rows.indices(width)
         if self.row_scales is not None:
             self.row_scales[expert, start:stop] = levels.scales.flatten()
         half, order = slice(None), torch.arange(self.words.shape[1] * TILE, device=levels.codes.device)
-        if self.gated:  # as if both halves were these rows, of which one is then used
+        if self.gated:  # pack these rows as gates and as ups, then copy the half that they are
             half = slice(start * 2 // width, start * 2 // width + 1)
             order = order // 16 * 8 + order % 8
         packed = _padded(levels, self.words.shape[2] * CHUNK[self.format.kind])[order.clamp_(max=len(levels.codes) - 1)]
@@ -91,7 +91,7 @@ class PackedExperts:
 
 
 def _padded(levels: Levels, size: int) -> Levels:
-    """Return levels with zeros, or with integers of no account, behind their columns up to `size`."""
+    """Pad the columns to `size`: x is zero there, so the values do not matter."""
     more = size - levels.shape[1]
     if more == 0:
         return levels

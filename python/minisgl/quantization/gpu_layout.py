@@ -1,6 +1,6 @@
-"""Quantized weights as csrc/ reads them: values by their bits, packed as the products' threads want them.
+"""Layout of quantized weights on a GPU: bits permuted so that each thread of csrc/'s products reads 16 bytes at a time.
 
-csrc/quantized.cuh explains the layout.
+csrc/quantized.cuh explains it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from minisgl.quantization.levels import MIDDLE, Kind, Levels
 
-TILE = 64  # rows that are packed together
+TILE = 64  # rows of a chunk
 BITS: dict[Kind, int] = {"fp8": 8, "int8": 8, "int4": 4, "mxfp4": 4}
-CHUNK: dict[Kind, int] = {kind: 256 // bits for kind, bits in BITS.items()}  # columns, likewise
+CHUNK: dict[Kind, int] = {kind: 256 // bits for kind, bits in BITS.items()}  # columns of one
 _BLOCK = 1 << 24  # values that are packed at a time
 
 
@@ -44,15 +44,15 @@ class PackedLevels:
 
 
 def pack_levels(levels: Levels, dtype: torch.dtype, *, gated: bool = False) -> PackedLevels:
-    """Pack a matrix for products in `dtype`, bfloat16 or float16, whose bits those of fp8 resemble.
+    """Pack a matrix for products in `dtype`, bfloat16 or float16, on which the permutation of FP8 bits depends.
 
-    The columns are a multiple of CHUNK, half of the rows of a gated one a multiple of eight.
+    The columns must be a multiple of CHUNK, and half of the rows of a gated matrix a multiple of eight.
     """
     (width, size), kind, device = levels.shape, levels.format.kind, levels.codes.device
     order = torch.arange(-(-width // TILE) * TILE, device=device)
     if gated:  # of 16 rows eight are gates
         order = order // 16 * 8 + order % 8 + order // 8 % 2 * (width // 2)
-    order = order.clamp_(max=width - 1)  # beyond the last row: anything
+    order = order.clamp_(max=width - 1)  # rows beyond the last are never used
     words = torch.empty((len(order) // TILE, size // CHUNK[kind], 512), dtype=torch.int32, device=device)
     count = max(_BLOCK // (size * TILE), 1)
     for start in range(0, len(words), count):
@@ -100,7 +100,7 @@ def _pack_8_bits(codes: Tensor, kind: Kind, dtype: torch.dtype) -> Tensor:
 
 def _pack_4_bits(codes: Tensor, kind: Kind) -> Tensor:
     """uint8 [rows, in] -> int32 [tiles, chunks, 512]."""
-    # As of 8 bits, but that a word has two steps.
+    # The axes are those of 8 bits, but a word has two steps.
     parts = codes.int().view(-1, 4, 2, 8, codes.shape[1] // 64, 2, 2, 2, 4, 2)
     parts = parts.permute(0, 4, 1, 3, 8, 5, 2, 6, 7, 9).flatten(-3)  # .., step and half and pair
     words = sum(_place(parts[..., at], kind, at // 2, at % 2 * 16) for at in range(8))
@@ -109,7 +109,7 @@ def _pack_4_bits(codes: Tensor, kind: Kind) -> Tensor:
 
 
 def _place(code: Tensor, kind: Kind, index: int, half: int) -> Tensor:
-    """Put the bits of a value in their places: the `index`-th of the half of a word that begins at bit `half`."""
+    """Shift the bits of 4-bit codes to value `index` (0 to 3) of the half of a word that begins at bit `half`."""
     if kind == "int4":
         return code << 4 * index + half
     sign, magnitude = code >> 3, code & 7

@@ -1,9 +1,10 @@
 """Scales of an FP8 KV cache as checkpoints have them, applied by the weights around the cache.
 
-With a scale s, K is stored as K / s, and scores are those of q * s. q, k or their norms give both when their weights
-are multiplied by s and 1 / s; V / s is made whole again by o_proj. Scales are rounded up to powers of two, by which
-weights are multiplied without rounding. e4m3 has as many digits for a value times a power of two, so none becomes too
-large, and none is rounded more than by the exact scale. So every backend serves the scales, and none knows of them.
+With a scale s, K is stored as K / s, and q is multiplied by s, so that scores stay the same: the weights of q and k, or
+of their norms, are multiplied by s and 1 / s. V is stored as V / s, and o_proj's weight is multiplied by s. Scales are
+rounded up to powers of two, by which weights are multiplied without rounding. e4m3 has as many digits for a value times
+a power of two, so no value overflows, and none is rounded more than with the exact scale. Attention backends know
+nothing of the scales.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def read_kv_scales(stored: Mapping[str, StoredTensor]) -> dict[str, KVScales]:
     for name, tensor in stored.items():
         leaf = next((leaf for leaf in _SCALED if name.endswith(f".{leaf}")), None)
         if leaf is None:
-            continue  # of queries and probabilities, which our attention does not round
+            continue  # a scale of queries or probabilities, which attention does not round here
         module = name.removesuffix(f".{leaf}")
         module = next((module.removesuffix(part) for part in _PARTS if module.endswith(part)), module)
         scales = found.setdefault(module, {})
@@ -56,7 +57,7 @@ def _power_of_two(name: str, tensor: StoredTensor) -> float:
 
 
 def weight_factors(scales: Mapping[str, KVScales], names: Collection[str]) -> dict[str, float]:
-    """Return what each weight is multiplied by, of a checkpoint with these tensors. ValueError if one is not there."""
+    """Return the factor of each weight of a checkpoint with tensors `names`. ValueError if a weight is missing."""
     factors: dict[str, float] = {}
     for module, each in scales.items():
         normed = f"{module}.k_norm.weight" in names

@@ -21,28 +21,28 @@ class StoredTensor(Protocol):
         """The name that safetensors gives it, such as F8_E4M3."""
 
     def read(self, *index: slice) -> Tensor:
-        """The part at these slices of the first axes, and all of the others."""
+        """Return the part at these slices of the first axes, and all of the other axes."""
 
 
 class QuantizedMatrix(Protocol):
-    """Values over several stored tensors. The last two axes are (output, input), or as the module's weight has them."""
+    """Matrix stored in several tensors. Its last axes are (output, input), unless the module's weight has others."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     def read(self, *index: slice) -> Tensor:
-        """float32 values of a part, which has a slice with start and stop for each axis.
+        """Return the float32 values of a part, given by a slice with start and stop for each axis.
 
         The part may begin and end inside a block, a group or a packed word.
         """
 
     def level_format(self, columns: slice) -> LevelFormat | None:
-        """Return what `levels` gives of these columns; None for what is no matrix of small numbers and their scales, or
-        if a group would be cut.
+        """Return the format of `levels` for these columns; None if the matrix cannot stay quantized (its format has no
+        `Levels`, or these columns cut a group), so that it must be dequantized.
         """
 
     def levels(self, rows: slice, columns: slice) -> Levels:
-        """Return a part as it is stored, of columns that have a `level_format`."""
+        """Return a part without dequantizing it; the columns have a `level_format`."""
 
 
 def check_shape(name: str, tensor: StoredTensor, *shape: int) -> None:
@@ -52,9 +52,9 @@ def check_shape(name: str, tensor: StoredTensor, *shape: int) -> None:
 
 
 def units(part: slice, unit: int) -> tuple[slice, Tensor]:
-    """Units of `unit` positions that hold a part: their slice, and the unit of each position, counted from the first.
+    """Return the units of `unit` positions that hold a part: their slice, and the unit of each position, from 0.
 
-    Of positions 3 to 6 in units of 4: slice(0, 2) and [0, 1, 1].
+    Positions 3 to 5 in units of 4 are slice(0, 2) and [0, 1, 1].
     """
     index = torch.arange(part.start, part.stop) // unit
     first = part.start // unit
@@ -62,7 +62,7 @@ def units(part: slice, unit: int) -> tuple[slice, Tensor]:
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """int32 [..., n] -> float32 [..., n * 32 / bits]: unsigned integers, the lowest bits first."""
+    """Unpack int32 [..., n] into unsigned integers of `bits` bits, the lowest first: float32 [..., n * 32 / bits]."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return (words.unsqueeze(-1) >> shifts).bitwise_and_(2**bits - 1).flatten(-2).float()
 

@@ -22,7 +22,7 @@ _BLOCK = 1 << 20  # values at a time: they stay in the cache
 
 @dataclass(frozen=True, slots=True)
 class Int4Grid:
-    """Values that a weight [out, in] has: (q - 8) * scale + offset of its group of input columns, q in 0 to 15.
+    """Values of a weight [out, in] in 4 bits: (q - 8) * scale + offset of its group of input columns, q in 0 to 15.
 
     `scales` and `offsets` are bfloat16 [out, groups], so that models of any dtype have the same grid. In a weight of 16
     bits the values are rounded once more.
@@ -45,7 +45,7 @@ def largest_of_rows(weight: Tensor) -> Tensor:
 
 
 def round_to_8_bits(weight: Tensor, method: Literal["fp8", "int8"], largest: Tensor) -> None:
-    """Round each row of [out, in] to `method`'s values times a scale by which the row's `largest` [out, 1] is exact."""
+    """Round [out, in] in place to `method`'s values times a scale that keeps each row's `largest` [out, 1] exact."""
     scales = _divided(largest, _LARGEST[method]).clamp_min_(torch.finfo(torch.float32).tiny)
     for rows in _chunks(weight):
         steps = weight[rows].float().div_(scales[rows])
@@ -54,7 +54,7 @@ def round_to_8_bits(weight: Tensor, method: Literal["fp8", "int8"], largest: Ten
 
 
 def levels_of_8_bits(weight: Tensor, method: Literal["fp8", "int8"], largest: Tensor) -> Levels:
-    """Return what `round_to_8_bits` would round [out, in] to, which stays as it is."""
+    """Return what `round_to_8_bits` would round [out, in] to, as levels; the weight is left as it is."""
     levels = Levels.empty(LevelFormat(method), weight.shape, weight.device)
     levels.scales.copy_(_divided(largest, _LARGEST[method])).clamp_min_(torch.finfo(torch.float32).tiny)
     for rows in _chunks(weight):
@@ -83,7 +83,7 @@ def round_to_int4(weight: Tensor) -> Int4Grid:
 
 
 def levels_of_int4(weight: Tensor) -> Levels:
-    """Return what `round_to_int4` would round [out, in] to, which stays as it is."""
+    """Return what `round_to_int4` would round [out, in] to, as levels; the weight is left as it is."""
     levels = Levels.empty(INT4_FORMAT, weight.shape, weight.device)
     assert levels.offsets is not None
     for rows in _chunks(weight):
@@ -122,7 +122,7 @@ def _levels(groups: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _chunks(weight: Tensor) -> Iterator[slice]:
-    """Rows of which a block is made."""
+    """Yield slices of rows, about _BLOCK values each."""
     count = max(_BLOCK // weight.shape[1], 1)
     for start in range(0, len(weight), count):
         yield slice(start, start + count)

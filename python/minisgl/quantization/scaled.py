@@ -13,8 +13,9 @@ from minisgl.quantization.schemes import ScaledWeights
 class ScaledMatrix:
     """Implements QuantizedMatrix: (weight - zero_point) * scale.
 
-    `scale` is [], [1], [out], [out, 1], [out, groups], or with a block (rows, columns) one for each block, of which the
-    last of an axis may be cut short. `zero_point` has the scale's shape; `input_scale`, of static activations, is one.
+    `scale` is [], [1], [out], [out, 1] or [out, groups], or with a block (rows, columns) one for each block, where the
+    last blocks of an axis may be cut short. `zero_point` has the scale's shape. `input_scale`, of static activations,
+    is a single number.
     """
 
     def __init__(
