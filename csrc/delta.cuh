@@ -1,13 +1,13 @@
 // Shared parts of the kernels of a Gated DeltaNet (Yang et al., "Gated Delta Networks", 2024). A projection [T, width]
 // holds q and k of all key heads, v of all value heads (together the channels of the convolution), the gate z of all
-// value heads, and a logit b of the step and a of the decay for each. -DKEY_DIM and -DVALUE_DIM are the sizes of heads,
-// -DTAPS the inputs that the convolution reads.
+// value heads, and for each value head a logit b of the step size and a logit a of the decay. -DKEY_DIM and -DVALUE_DIM
+// are dimensions of heads, -DTAPS is the width of the convolution.
 #pragma once
 #include "common.cuh"
 
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
 
-// Channels of q, k and v in a row of the projection.
+// Number of channels of q, k and v in a row of the projection.
 __device__ __forceinline__ int num_channels(int key_heads, int value_heads) {
   return 2 * key_heads * KEY_DIM + value_heads * VALUE_DIM;
 }

@@ -9,13 +9,13 @@
 //
 //   O = diag(exp g) Q S + (D * Q K') U        S := exp(g_last) S + K' diag(exp(g_last - g)) U
 //
-// delta_prepare makes, for all chunks at once, q, k and v, the inverse of the system ("solve") and D * Q K' ("scores").
-// delta_scan passes over each row's chunks with 16 columns of a memory in the registers of each warp, which needs no
-// other warp. delta_gate norms and gates what was read.
+// delta_prepare computes, for all chunks in parallel, q, k and v, the inverse of the system ("solve") and D * Q K'
+// ("scores"). delta_scan passes over the chunks of each row in order; each warp has 16 columns of a memory in registers
+// and needs no other warp. delta_gate applies norm and gate to what was read.
 //
-// Operands of the tensor cores are bf16. What the memory is made of is split into a high and a low part, whose products
-// but the smallest are added: so it keeps some 16 bits, as float32 states deserve. What only the output sees is split
-// too if T is finer than bf16.
+// Operands of the tensor cores are bf16. Operands that the memory depends on are split into a high and a low bf16 part,
+// and all their products but that of the low parts are added: so some 16 bits of the float32 states are kept. Operands
+// that only the output depends on are split, too, if T has more mantissa bits than bf16.
 #pragma once
 #include "delta.cuh"
 #include "mma.cuh"
@@ -23,18 +23,19 @@
 
 constexpr int CHUNK = 64;
 constexpr int HEAD = 128;
-constexpr int STRIDE = HEAD + 8;     // of a row of a tile, in shared memory
-constexpr int TOKENS = CHUNK + 8;    // of a row of a chunk's matrix
+constexpr int STRIDE = HEAD + 8;     // values of a row of a tile in shared memory, without bank conflicts
+constexpr int TOKENS = CHUNK + 8;    // the same for a chunk's matrix over its tokens
 constexpr bool FINE = !Is<T>::bf16;
-constexpr int PARTS = FINE ? 2 : 1;  // of what only the output sees
+constexpr int PARTS = FINE ? 2 : 1;  // bf16 parts of operands that only the output depends on
 static_assert(KEY_DIM == HEAD && VALUE_DIM == HEAD, "a lane has four columns");
 
-// Two values as pairs of bf16: rounded, and what that left. One instruction a pair converts faster than one a value.
+// Two values in one register, rounded to bf16 by one instruction, which is faster than one for each value.
 __device__ __forceinline__ unsigned pack_bf16(float low, float high) {
   unsigned pair;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
+// Split two values into a bf16 part and the remainder, also in bf16.
 __device__ __forceinline__ void split(float x, float y, unsigned& high, unsigned& low) {
   high = pack_bf16(x, y);
   low = pack_bf16(x - __uint_as_float(high << 16), y - __uint_as_float(high & 0xffff0000u));
@@ -45,7 +46,7 @@ struct Operand {
   unsigned high[4], low[4];
 };
 
-// The operand that two neighbouring accumulators [16, 8] are: their registers lie as it needs them.
+// Two neighbouring accumulators [16, 8] as a left operand: their registers are already laid out like one.
 __device__ __forceinline__ Operand as_operand(const float (&left)[4], const float (&right)[4]) {
   Operand a;
   split(left[0], left[1], a.high[0], a.low[0]);
@@ -59,8 +60,8 @@ __device__ __forceinline__ Operand as_operand(const float (&left)[4], const floa
 struct Blocks {
   uint4 high[4], low[4];
 };
-// c [16, 64] += a @ b, for blocks of b from `first` to `end`. A product of the tensor cores waits for the one before it
-// with the same sum, so those of different sums stand between them.
+// c [16, 64] += a @ b, for blocks of b from `first` to `end`. An `mma` waits for the one before it with the same
+// accumulator, so those of other accumulators are issued in between.
 template <bool SPLIT>
 __device__ __forceinline__ void add_product(
     float (*c)[4], const Operand& a, const Blocks& b, int first = 0, int end = 4) {
@@ -76,8 +77,8 @@ __device__ __forceinline__ void add_product(
   add(a.high, b.high);
 }
 
-// Parts [16, 16] of a tile as operands: a left one; two right ones of a tile whose rows are the product's columns; two
-// of a tile whose columns they are.
+// Load parts [16, 16] of a tile: a left operand; two right operands from a tile whose rows are the product's columns
+// (right_of); or from a tile whose columns are the product's columns (right_transposed_of).
 template <int N> __device__ __forceinline__ uint4 left_of(const bf16 (*tile)[N], int row, int column) {
   int lane = threadIdx.x & 31;
   return ldmatrix(&tile[row + (lane & 15)][column + (lane >> 4) * 8]);
@@ -91,7 +92,7 @@ template <int N> __device__ __forceinline__ uint4 right_transposed_of(const bf16
   return ldmatrix_transposed(&tile[row + (lane & 15)][column + (lane >> 4) * 8]);
 }
 
-// The right operand [16, 64] that 64 rows of 16 columns are, from block `first` on.
+// Load the right operand [16, 64] from 64 rows and 16 columns of a tile, from block `first` on.
 template <bool SPLIT, int N>
 __device__ __forceinline__ Blocks rows_of(const bf16 (*high)[N], const bf16 (*low)[N], int column, int first = 0) {
   Blocks b;
@@ -103,7 +104,7 @@ __device__ __forceinline__ Blocks rows_of(const bf16 (*high)[N], const bf16 (*lo
   }
   return b;
 }
-// The one that 16 rows of 64 columns are, up to block `end`.
+// Load the right operand [16, 64] from 16 rows and 64 columns of a tile, up to block `end`.
 template <int N>
 __device__ __forceinline__ Blocks
 columns_of(const bf16 (*high)[N], const bf16 (*low)[N], int row, int column, int end = 4) {

@@ -1,7 +1,7 @@
-// Norm and gate behind a Gated DeltaNet's reads (delta.cuh).
+// Norm and gate of what a Gated DeltaNet has read from its memory (delta.cuh).
 #include "delta.cuh"
 
-// out [T, value_heads * VALUE_DIM] = norm(reads) * weight * silu(z) for n tokens of the step. A warp a head of a token.
+// out [T, value_heads * VALUE_DIM] = norm(reads) * weight * silu(z) for n tokens, one warp for each head of a token.
 extern "C" __global__ void delta_gate(const T* projected, const float* reads, const T* norm_weight,
                                       const long long* chunk_tokens, T* out, int n, int key_heads, int value_heads,
                                       int width, float eps) {

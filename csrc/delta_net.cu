@@ -1,17 +1,17 @@
-// One token a row through a Gated DeltaNet (delta.cuh), in two kernels: delta_conv mixes the inputs of q, k and v and
-// makes q and k unit vectors, and delta_step takes a step of each value head's memory and norms and gates what it
-// reads. All sums are float32. `tokens` [rows] are the rows' tokens of the step, if not all. Of `lengths` [rows], if
-// given, the first that is not 1 ends the rows.
+// Rows of one token in a Gated DeltaNet (delta.cuh), in two kernels: delta_conv computes the convolution of q, k and v
+// and normalizes q and k to unit length; delta_step updates each value head's memory, and norms and gates what it
+// reads. All sums are float32. `tokens` [rows]: the index of each row's token in the step; null: the row's own.
+// `lengths` [rows], in a CUDA graph: rows from the first one on whose length is not 1 are left out.
 #include "delta.cuh"
 
-// mixed [T, channels] = silu of the convolution; q and k are unit vectors, and q is divided by sqrt(KEY_DIM). The row's
-// inputs [slots, TAPS - 1, channels] move on by one. A row at position 0 has none yet. One block a head of q, k or v
-// (blockIdx.x) and row, one thread a channel.
+// mixed [T, channels] = silu of the convolution; q and k are unit vectors, and q is divided by sqrt(KEY_DIM). The
+// convolution's history, inputs [slots, TAPS - 1, channels], moves on by one token; it counts as zeros at position 0.
+// One block for each head of q, k or v (blockIdx.x) and row (blockIdx.y), one thread for each channel.
 extern "C" __global__ void delta_conv(const T* projected, T* inputs, const float* conv, const long long* slots,
                                       const long long* positions, OPTIONAL const long long* tokens,
                                       OPTIONAL const long long* lengths, float* mixed, int key_heads, int value_heads,
                                       int width) {
-  start_successor();  // delta_step, which may fetch memories
+  start_successor();  // delta_step may load memories, which this kernel does not write
   __shared__ float scratch[32];
   int head = blockIdx.x, row = blockIdx.y, channels = num_channels(key_heads, value_heads);
   if (lengths != nullptr && lengths[row] != 1) {
@@ -49,12 +49,12 @@ extern "C" __global__ void delta_conv(const T* projected, T* inputs, const float
 
 // A value head's memory S [KEY_DIM, VALUE_DIM] becomes S = decay S + k (beta (v - k' decay S))', and
 // out [T, value_heads * VALUE_DIM] = norm(q' S) * weight * silu(z). Blocks of a value head (blockIdx.x) take the rows
-// in turn. A warp holds every WARPS-th row of S in registers, a lane four of its columns; sums over rows pass through
+// in turn. A warp holds every WARPS-th row of S in registers, a lane four of its columns; sums over rows go through
 // shared memory.
 constexpr int WARPS = THREADS / 32, ROWS = KEY_DIM / WARPS;
 static_assert(VALUE_DIM == 128 && ROWS * WARPS == KEY_DIM && THREADS >= VALUE_DIM, "a lane has four columns");
 
-// part[..][column] summed over warps; every warp's part is there.
+// Sum of part[..][column] over the warps, all of which have stored theirs.
 __device__ __forceinline__ float sum_of_warps(const float (*part)[VALUE_DIM], int column) {
   float sum = 0.f;
 #pragma unroll
@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_step(
     }
     float rate = expf(a_log[head]), bias = dt_bias[head];
     float weight = thread < VALUE_DIM ? to_float(norm_weight[thread]) : 0.f;
-    start_successor();  // a product, which may fetch weights
+    start_successor();  // a product, which may load its weight
     wait_for_predecessor();
 
     int channels = num_channels(key_heads, value_heads), key_head = head / (value_heads / key_heads);

@@ -1,4 +1,5 @@
-// Chunks of rows through a Gated DeltaNet, all at once (delta_chunks.cuh).
+// First kernel of chunks in a Gated DeltaNet: what does not depend on the memory, for all chunks in parallel
+// (delta_chunks.cuh).
 #include "delta_chunks.cuh"
 
 constexpr int WARPS = 4;
@@ -11,14 +12,14 @@ __device__ __forceinline__ void set(Operand& a, uint4 high, uint4 low) {
 struct Shared {
   union {
     bf16 k[2][CHUNK][STRIDE];
-    bf16 inverse[2][CHUNK][TOKENS];  // when k was read
+    bf16 inverse[2][CHUNK][TOKENS];  // once k has been read
   };
   bf16 q[PARTS][CHUNK][STRIDE];
-  float diagonal[WARPS][16][20];  // blocks of the system, by columns
+  float diagonal[WARPS][16][20];  // blocks [16, 16] on the system's diagonal, column by column
   float total[CHUNK], beta[CHUNK], half;
 };
 
-// The inverse of a unit lower triangular block [16, 16] whose columns are given: a lane's column of it.
+// Invert a unit lower triangular block [16, 16], given by columns; a lane gets one column x of the inverse.
 __device__ __forceinline__ void invert(const float (*system)[20], int column, float (&x)[16]) {
 #pragma unroll
   for (int i = 0; i < 16; ++i) x[i] = i == column ? 1.f : 0.f;
@@ -33,7 +34,7 @@ __device__ __forceinline__ void invert(const float (*system)[20], int column, fl
     }
 }
 
-// An accumulator [16, 8], with this sign, to a tile in two parts.
+// Store an accumulator [16, 8] times `sign` to a tile, split into two bf16 parts.
 __device__ __forceinline__ void store_tile(
     const float (&c)[4], float sign, bf16 (*tile)[CHUNK][TOKENS], int row, int column) {
   int lane = threadIdx.x & 31;
@@ -65,13 +66,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 3) delta_prepare(
   for (int chunk = blockIdx.y; chunk < chunks; chunk += gridDim.y) {
     int row = (int)chunk_rows[chunk], first = (int)chunk_firsts[chunk];
     int count = min((int)lengths[row] - first, CHUNK);
-    if (count <= 0) return;  // nor are there more
+    if (count <= 0) return;  // the remaining chunks are empty, too
     bool fresh = positions[row] == 0;
     long long begin = begins[row] + first;
     const T* history = inputs + slots[row] * (TAPS - 1) * channels;
 
-    // Four channels of the convolution's inputs; token: of the chunk, before it where negative. All loads are made, so
-    // that they are under way together.
+    // Load four channels of the convolution's inputs for a token of the chunk, or before it if negative. Loads are not
+    // predicated, so that all of them are in flight together.
     auto input = [&](int token, int channel) {
       bool before = first + token < 0;
       const T* from = before ? history + (TAPS - 1 + first + token) * channels
@@ -81,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 3) delta_prepare(
       for (int i = 0; i < 4; ++i) x.v[i] = before && fresh ? from_float<T>(0.f) : x.v[i];
       return x;
     };
-    // The convolution of q, k and the value heads, four channels a lane, for the warp's 16 tokens.
+    // Compute the convolution of q, k and the value heads for the warp's 16 tokens, four channels in each lane.
     constexpr int MINE = CHUNK / WARPS;
     for (int part = 0; part < 2 + group; ++part) {
       int head = part < 2 ? part * key_heads + key_head : key_head * group + part - 2;
@@ -123,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 3) delta_prepare(
     }
     __syncthreads();
 
-    // K K' and Q K' of 16 tokens.
+    // K K' and Q K' of the warp's 16 tokens with all tokens of the chunk.
     float kk[CHUNK / 8][4] = {}, qk[CHUNK / 8][4] = {};
 #pragma unroll
     for (int dim = 0; dim < KEY_DIM; dim += 16) {

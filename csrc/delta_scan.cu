@@ -1,7 +1,7 @@
-// Rows through a Gated DeltaNet, chunk by chunk (delta_chunks.cuh).
+// Second kernel of chunks in a Gated DeltaNet: passes the memory over each row's chunks in order (delta_chunks.cuh).
 #include "delta_chunks.cuh"
 
-// A chunk as delta_scan reads it, for 16 columns of each of its SCAN_WARPS warps.
+// One chunk in shared memory, with the columns of v of SCAN_WARPS warps.
 constexpr int COLUMNS = 16 * SCAN_WARPS, SPLITS = VALUE_DIM / COLUMNS;
 constexpr int LOADERS = 128, THREADS = SCAN_WARPS * 32 + LOADERS;
 struct Stage {
@@ -13,9 +13,10 @@ struct Stage {
   float gates[CHUNK][4];
 };
 
-// Grid: value heads times SPLITS, and blocks that take the rows in turn, up to the first one of length 0. While
-// SCAN_WARPS warps use a stage, others load the next one. The values become the reads; memory [slots, value_heads,
-// KEY_DIM, VALUE_DIM] and the convolution's inputs [slots, TAPS - 1, channels] those behind the row.
+// Grid: (value heads times SPLITS, blocks that take rows in turn, up to the first row of length 0). While SCAN_WARPS
+// warps compute on one stage, the loader warps fill the next one. `values` are overwritten by what is read from the
+// memory; memory [slots, value_heads, KEY_DIM, VALUE_DIM] and the convolution's history, inputs [slots, TAPS - 1,
+// channels], are updated to the end of the row.
 extern "C" __global__ void __launch_bounds__(THREADS) delta_scan(
     const T* projected, T* inputs, float* memory, const long long* slots, const long long* positions,
     const long long* begins, const long long* lengths, const bf16* keys, const bf16* queries, float* values,
@@ -27,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_scan(
   int group = value_heads / key_heads, key_head = head / group, warp = threadIdx.x >> 5;
   wait_for_predecessor();
   start_successor();
-  int turn = 0;  // chunks so far
+  int turn = 0;  // number of chunks so far
 
   if (warp >= SCAN_WARPS) {
     int thread = threadIdx.x - SCAN_WARPS * 32, channels = num_channels(key_heads, value_heads);
@@ -35,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_scan(
       bool fresh = positions[row] == 0;
       int length = (int)lengths[row];
       long long begin = begins[row], slot = slots[row];
-      // The last inputs, of this block's columns; of q and k the first block of their value heads keeps them.
+      // Keep the last inputs of this block's columns of v. Those of q and k are kept by the first block of their group.
       auto keep_input = [&](int channel) {
         T* history = inputs + slot * (TAPS - 1) * channels + channel;
         T last[TAPS - 1];
@@ -49,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_scan(
         for (int tap = 0; tap < TAPS - 1; ++tap) history[tap * channels] = last[tap];
       };
       for (int chunk = 0; chunk * CHUNK < length; ++chunk) {
-        // Rows of the chunk's tokens, `stride` bytes apart, to those of a tile; zeros behind the last token.
+        // Copy rows of the chunk's tokens, `stride` bytes apart, to those of a tile; zeros behind the last token.
         long long at = begin + chunk * CHUNK;
         int count = min(length - chunk * CHUNK, CHUNK);
         auto copy = [&](void* tile, int tile_stride, int bytes, const void* from, long long stride) {
@@ -90,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_scan(
               keep_input((i / HEAD * key_heads + key_head) * HEAD + i % HEAD);
         }
         wait_group<0>();
-        __syncthreads();  // the stage is there, and the one before it may be overwritten
+        __syncthreads();  // the stage has arrived, and the one before it may be overwritten
       }
     }
     return;

@@ -1,12 +1,12 @@
-// A packed weight (quantized.cuh) as a matrix [N, K] of T, for products of many rows.
+// Dequantize a packed weight (quantized.cuh) to a matrix [N, K] of T, for products of many rows.
 //
-// A block has 64 rows and COLUMNS columns: every thread decodes its words of some chunks as a product would, into
-// shared memory, from where whole lines go out. Values are multiplied by their scale in float32. GATED: as in sums.cuh.
+// A block has 64 rows and COLUMNS columns: every thread decodes its words of some chunks as in a product, to shared
+// memory, from which whole rows are written. Values are multiplied by their scale in float32. GATED: as in sums.cuh.
 #include "quantized.cuh"
 
 constexpr int CHUNKS = 4;
 constexpr int COLUMNS = CHUNKS * CHUNK_K;
-constexpr int LINE = COLUMNS + 8;  // values: no bank conflicts
+constexpr int LINE = COLUMNS + 8;  // values of a row in shared memory, without bank conflicts
 
 extern "C" __global__ void __launch_bounds__(128) dequantize(
     const uint4* weight, const unsigned* scales, OPTIONAL const float* row_scales, T* out, int N, int K) {
@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(128) dequantize(
     }
   }
   __syncthreads();
-  constexpr int PARTS = COLUMNS / 8;  // of a line, 16 bytes each
+  constexpr int PARTS = COLUMNS / 8;  // 16-byte parts of a row
 #pragma unroll 4
   for (int i = thread; i < 64 * PARTS; i += 128) {
     int n = row_of(i / PARTS), part = i % PARTS;

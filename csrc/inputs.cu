@@ -1,8 +1,8 @@
-// Inputs of a decode step, gathered from the rows' slots alone: nothing of it comes from the host.
+// Inputs of a decode step, gathered on the device from the rows' slots: the host sends nothing else.
 #include "common.cuh"
 
-// One block a row. The newest token of the slot, its position, its place in the KV pool, the length and, where
-// `pages` is not null, the row of the page table.
+// Gather, for each row by one block: the newest token of the row's slot, its position, its place in the KV pool, the
+// length and, unless `pages` is null, the slot's row of the page table.
 extern "C" __global__ void decode_inputs(
     const long long* slots, const int* tokens, long long tokens_stride, const int* lengths, const int* page_table,
     long long table_stride, int page_size, long long* input_ids, long long* positions, long long* out_cache_loc,
@@ -25,8 +25,8 @@ extern "C" __global__ void decode_inputs(
   }
 }
 
-// One block a token: its row of the embedding, of which the ids from `first` on are here, `count` of them; zeros for
-// others. H is a multiple of VEC.
+// Look up the embedding of each token by one block. This rank holds the rows of the `count` ids from `first` on, and
+// writes zeros for other ids. H is a multiple of VEC.
 extern "C" __global__ void embed(
     const long long* input_ids, const T* weight, T* out, long long first, long long count, int H) {
   wait_for_predecessor();

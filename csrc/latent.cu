@@ -1,23 +1,23 @@
-// Latent attention (MLA) between its products and attention, in one launch: norm of a token's latent, rotary positions
-// of its key and of each head's query, and the store of latent and key as one row of the paged cache. Of few tokens,
-// the launch makes the absorbed queries too.
+// Latent attention (MLA) between its projections and attention, in one launch: RMSNorm of a token's latent, rotary
+// embedding of its key and of each head's query, and the store of latent and key as one row of the paged cache. For few
+// tokens the launch also computes the absorbed queries.
 //
-// -DRANK is the size of a latent, -DROPE of what is rotated; -DCACHE: fp8.cuh. With -DNOPE, a multiple of 32, there is
-// the kernel of few tokens too, for a RANK that is a multiple of 64.
+// -DRANK: dimensions of a latent; -DROPE: dimensions that are rotated; -DCACHE: fp8.cuh. With -DNOPE, a multiple of 32,
+// and a RANK that is a multiple of 64, the file has the kernel for few tokens, too.
 #include "fp8.cuh"
 
 constexpr int ROW = RANK + ROPE;
 constexpr int HALF = ROPE / 2;
 
-// Pair i of a rotation: elements i and i + HALF of x, of which out gets the turned ones.
+// Rotate the pair (i, i + HALF) of x.
 __device__ __forceinline__ void rotate(const T* x, const float* angle, int i, float& low, float& high) {
   float a = to_float(x[i]), b = to_float(x[i + HALF]), c = angle[i], s = angle[i + HALF];
   low = a * c - b * s, high = b * c + a * s;
 }
 
-// Token `token` of row [tokens, ROW], whose tokens are row_stride elements apart, to the cache's rows [ROW], and of
-// q_rope [tokens, num_heads, ROPE] to rotated, whose tokens and heads are token_stride and head_stride apart. One
-// block.
+// Process one token by one block: norm and rotate row [tokens, ROW], whose tokens are row_stride elements apart, into
+// the token's row of the cache, and rotate q_rope [tokens, num_heads, ROPE] into `rotated`, whose tokens and heads are
+// token_stride and head_stride elements apart.
 __device__ __forceinline__ void finish(
     long long token, const T* q_rope, long long q_stride, const T* row, long long row_stride, const W* norm,
     const float* cos_sin, const long long* positions, const long long* out_cache_loc, C* cache, T* rotated,
@@ -48,7 +48,7 @@ __device__ __forceinline__ void finish(
   }
 }
 
-// Tokens of q_rope are q_stride elements apart. May be in place. Grid: tokens.
+// Tokens of q_rope are q_stride elements apart; `rotated` may be q_rope. Grid: tokens.
 extern "C" __global__ void norm_rope_store_latent(
     const T* q_rope, long long q_stride, const T* row, long long row_stride, const W* norm, const float* cos_sin,
     const long long* positions, const long long* out_cache_loc, C* cache, T* rotated, long long token_stride,
@@ -63,13 +63,13 @@ extern "C" __global__ void norm_rope_store_latent(
 #ifdef NOPE
 constexpr int TOKENS = 8;
 constexpr int THREADS = 256;
-constexpr int COLUMNS = 64;  // of a block that absorbs: eight threads with eight columns each, 32 that share NOPE
+constexpr int COLUMNS = 64;  // of a block that absorbs: 8 threads have 8 columns each, 32 such groups divide NOPE
 constexpr int SLICES = RANK / COLUMNS;
 
-// The heads' matrices are read once, before the kernel waits for its predecessor.
-// query [tokens, num_heads, ROW] of at most TOKENS tokens: q_nope [tokens, num_heads, NOPE] times keys, [NOPE, RANK] of
-// each head, keys_stride elements apart, then q_rope rotated. Both tokens' rows are q_stride elements apart. Grid:
-// num_heads * SLICES blocks that absorb, then one for each token.
+// query [tokens, num_heads, ROW], of at most TOKENS tokens: q_nope [tokens, num_heads, NOPE] times keys [NOPE, RANK] of
+// each head, whose matrices are keys_stride elements apart, then q_rope rotated. Tokens of q_nope and of q_rope are
+// q_stride elements apart. Grid: num_heads * SLICES blocks that absorb, which load the heads' matrices before they wait
+// for their predecessor; then one block for each token.
 extern "C" __global__ void __launch_bounds__(THREADS) latent_query(
     const T* q_nope, const T* q_rope, long long q_stride, const T* keys, long long keys_stride, const T* row,
     long long row_stride, const W* norm, const float* cos_sin, const long long* positions,

@@ -1,12 +1,12 @@
-// Latent attention (MLA) over the latents themselves, of decodes and short chunks: each query's heads attend to the
-// same cached rows, of which the first RANK dimensions are the values too. Flash-decoding (Dao et al., 2023): a block
-// takes 16 heads of a query and one of its row's splits, tile by tile of 32 tokens; a second kernel merges the splits.
+// Absorbed latent attention (MLA) of decodes and short chunks: all heads of a query attend to the same cached latents,
+// whose first RANK dimensions are the values, too. Split-KV as in flash-decoding (Dao et al., 2023): a block computes
+// 16 heads of a query over one split of its row, in tiles of 32 tokens; a second kernel merges the splits.
 //
-// While a tile is used, the next ones come in. Its scores are shared out by tokens and dimensions: a warp multiplies
-// eight tokens by one half of the 16 queries' dimensions, which it keeps in registers. Then a warp has two heads, a
-// lane a token: it adds the halves up and agrees on the head's maximum. Then each warp adds the tile's values to its
-// own RANK / 8 dimensions. Scores are exponents of two. Rows in shared memory are 16 bytes longer, so that ldmatrix
-// finds eight of them in different banks.
+// While one tile is processed, the next ones are loaded. Scores are divided among warps by tokens and dimensions: a
+// warp multiplies eight tokens by one half of the 16 queries' dimensions, which it keeps in registers. For the softmax
+// a warp has two heads and a lane one token: it adds up the halves and reduces the head's maximum. Then each warp adds
+// the tile's values to its own RANK / 8 dimensions of the output. Scores are in powers of two. Rows in shared memory
+// are 16 bytes longer than their data, so that ldmatrix reads eight of them without bank conflicts.
 //
 // -DRANK, a multiple of 128, and -DROPE, whose sum is one of 64; -DPAGE_SIZE.
 #include "mma.cuh"
@@ -16,16 +16,16 @@ constexpr int ROW = RANK + ROPE;
 constexpr int HEADS = 16;
 constexpr int TILE = 32;
 constexpr int STAGES = 5;
-constexpr int AHEAD = STAGES - 1;  // tiles on their way
+constexpr int AHEAD = STAGES - 1;  // tiles that are being loaded
 constexpr int WARPS = 8;
 constexpr int THREADS = WARPS * 32;
 constexpr int STRIDE = ROW + 8;
 constexpr int P_STRIDE = TILE + 8;
 constexpr int HALF = ROW / 2;
-constexpr int DIMS = RANK / WARPS;  // of a warp
-constexpr int PARTS = ROW / 8;      // of 16 bytes, of a row
-constexpr int LOADS = TILE * PARTS / THREADS;  // of a thread, of a tile
-constexpr int MERGERS = 4;  // at most
+constexpr int DIMS = RANK / WARPS;  // dimensions of the output of a warp
+constexpr int PARTS = ROW / 8;      // 16-byte parts of a row
+constexpr int LOADS = TILE * PARTS / THREADS;  // of a thread, for one tile
+constexpr int MERGERS = 4;  // most groups of threads of latent_merge, which divide the splits
 constexpr int MAX_SPLITS = 64;
 constexpr float LOG2_E = 1.44269504f;
 #define INF __int_as_float(0x7f800000)
@@ -37,10 +37,11 @@ struct Shared {
   float rescale[HEADS], sum[HEADS];
 };
 
-// query [rows, num_heads, ROW]; grid: rows times splits, blocks of heads. A row is a query; the pages that it sees are
-// those of its number in `table_rows`, or else its own, and of these only the last position is written by the kernel
-// before this one. With one split the result goes to out [rows, num_heads, RANK], else to partial [rows, num_heads,
-// splits, RANK], and the logarithm of its weight, to base 2, to weights [rows, num_heads, splits].
+// query [rows, num_heads, ROW], where a row is one query. Grid: (rows * splits, blocks of heads). The pages of a row
+// are those of row table_rows[row] of the page table, or with null `table_rows` of row `row`; then the predecessor
+// writes only the last position, so that tiles before it are loaded early. With one split the result goes to out [rows,
+// num_heads, RANK], else to partial [rows, num_heads, splits, RANK], and its log-sum-exp, to base 2, to weights [rows,
+// num_heads, splits].
 extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_decode(
     const T* query, const T* cache, const int* lengths, OPTIONAL const int* table_rows, const int* page_table,
     long long table_stride, int splits, int num_heads, float softmax_scale, OPTIONAL float* partial,
@@ -53,8 +54,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_decode(
   int begin = split * each, end = min(begin + each, count);
   const int* pages = page_table + (table_rows ? table_rows[row] : row) * table_stride;
 
-  // Places of the rows that this thread copies of a tile, found before it is their turn. Positions from `length` on are
-  // replaced by the last before it: they are finite, and count for nothing.
+  // Rows of the pool that this thread copies for a tile, looked up one tile ahead. Positions from `length` on read the
+  // last one before it, which is finite, and are masked later.
   int places[LOADS];
   auto find = [&](int tile) {
 #pragma unroll
@@ -70,7 +71,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_decode(
       copy_16(&shared.rows[tile % STAGES][part / PARTS][at], cache + (long long)places[i] * ROW + at);
     }
   };
-  int early = table_rows ? begin : min(min(begin + AHEAD, end), (length - 1) / TILE);  // tiles that are complete
+  // End of the tiles that are loaded early.
+  int early = table_rows ? begin : min(min(begin + AHEAD, end), (length - 1) / TILE);
   if (begin < end) find(begin);
   for (int tile = begin; tile < early; ++tile) load(tile), close_group(), find(min(tile + 1, end - 1));
   wait_for_predecessor();
@@ -81,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_decode(
     close_group();
   }
   long long at_head = (long long)row * num_heads + first_head;
-  int tokens = warp % 4 * 8, half = warp / 4 * HALF;  // whose scores are this warp's
+  int tokens = warp % 4 * 8, half = warp / 4 * HALF;  // tokens and dimensions of this warp's scores
   unsigned q[HALF / 16][4];
 #pragma unroll
   for (int k = 0; k < HALF / 16; ++k)
@@ -167,8 +169,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_decode(
   }
 }
 
-// out [rows, num_heads, RANK] from the splits' results; grid: rows times num_heads. A block's threads are up to MERGERS
-// times RANK / 4, which have four dimensions each and share the splits, of which only the first ones have tokens.
+// Merge the splits into out [rows, num_heads, RANK]. Grid: rows * num_heads. A block has up to MERGERS groups of RANK /
+// 4 threads; a thread has four dimensions, and the groups divide the splits, of which only the first ones have tokens.
 extern "C" __global__ void __launch_bounds__(MERGERS * RANK / 4) latent_merge(
     const float* partial, const float* weights, const int* lengths, T* out, int splits, int num_heads) {
   __shared__ float shares[MAX_SPLITS], total;

@@ -1,11 +1,12 @@
-// Latent attention (MLA) of prefill chunks over keys and values made of the latents: those of a row's tokens lie side
-// by side, a key has NOPE dimensions of its head and ROPE that all heads share, a value VALUE. FlashAttention 3's
-// division of the work (Shah et al., 2024): a block takes 128 queries of a head, of which each of two warpgroups has
-// 64, and goes through the keys tile by tile; a thread of a third fetches them, and its registers go to the others.
-// While a tile's scores become shares, the tile before it multiplies its values. Scores are exponents of two.
+// Latent attention (MLA) of prefill chunks over expanded keys and values. Those of a row's tokens are contiguous; a key
+// has NOPE dimensions of its head and ROPE dimensions that all heads share, a value has VALUE dimensions. The work is
+// divided as in FlashAttention 3 (Shah et al., 2024): a block has 128 queries of a head, 64 in each of two consumer
+// warpgroups, and goes through the keys tile by tile. One thread of a producer warpgroup loads them, and the producer's
+// registers go to the consumers. While the softmax of one tile is computed, the tile before it multiplies its values.
+// Scores are in powers of two.
 //
-// An Item names the row's keys. If they are but a part of what the queries see, the parts are launched one
-// after another, and each is merged with those before it by the logarithms of their sums (`lse`).
+// An Item names queries and the keys of their row. Where these keys are only a part of what the queries see, the parts
+// are launched one after another, and each is merged with those before it by their log-sum-exp (`lse`).
 //
 // -DRANK, -DNOPE and -DVALUE, multiples of 64, -DROPE 64; -DTILE: keys of a tile, 64 or 128. T is bf16 or f16. Hopper.
 #include "hopper.cuh"
@@ -32,7 +33,7 @@ struct Item {
 #define WGMMA(n, registers, operands) \
   "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." TYPE(SCALAR) "." TYPE(SCALAR) " {" registers "}, " operands
 
-// c [64, TILE] += a [64, 16] @ b [TILE, 16]^T of a warpgroup; both lie in shared memory.
+// c [64, TILE] += a [64, 16] @ b [TILE, 16]^T of a warpgroup; a and b are in shared memory.
 __device__ __forceinline__ void multiply_keys(float (*c)[4], unsigned long long a, unsigned long long b) {
 #if TILE == 128
   asm volatile(WGMMA("128", SIXTY_FOUR, "%64, %65, 1, 1, 1, 0, 0;")
@@ -43,22 +44,22 @@ __device__ __forceinline__ void multiply_keys(float (*c)[4], unsigned long long 
 #endif
 }
 
-// c [64, 128] += a [64, 16] @ b [16, 128]; a lies in registers, as `mma` has it, b with its columns side by side.
+// c [64, 128] += a [64, 16] @ b [16, 128]; a is in registers, laid out as for `mma`, b in shared memory row by row.
 __device__ __forceinline__ void multiply_values(float (*c)[4], const unsigned (&a)[4], unsigned long long b) {
   asm volatile(WGMMA("128", SIXTY_FOUR, "{%64,%65,%66,%67}, %68, 1, 1, 1, 1;")
                : SIXTEEN(0), SIXTEEN(4), SIXTEEN(8), SIXTEEN(12)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
-// Matrix descriptor of rows of 128 bytes, swizzled, whose 64 columns are those of the result; the next 64 are PART
-// away.
+// Matrix descriptor of swizzled rows of 128 bytes, whose 64 columns are columns of the result; the next 64 columns are
+// PART bytes further.
 __device__ __forceinline__ unsigned long long columns_descriptor(unsigned address) {
   return (address & 0x3ffff) >> 4 | (unsigned long long)(PART >> 4) << 16 | 64ull << 32 | 1ull << 62;
 }
 
 __device__ __forceinline__ void fence_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// All but the last LEFT that were committed; c is a result, of which nothing may be read before.
+// Wait for all groups of wgmma but the last LEFT; c, one of their results, may be read only afterwards.
 template <int LEFT, int N> __device__ __forceinline__ void await_products(float (&c)[N][4]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 #pragma unroll
@@ -111,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_prefill(
   }
 
   asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-  // A warpgroup's queries, swizzled as the accelerator does it.
+  // Store a warpgroup's queries with the swizzle of the tensor memory accelerator.
   int group = warp >> 2, first_row = group * 64;
   for (int i = thread & 127; i < 64 * KEY_PARTS * 8; i += 128) {
     int row = first_row + i / (KEY_PARTS * 8), part = i / 8 % KEY_PARTS, chunk = i % 8;

@@ -1,14 +1,14 @@
-// Values of what a few tokens attended to in latent attention, by the matrices of their heads, which are read once,
-// before the kernel waits for its predecessor. -DRANK, a multiple of 128, is the size of a latent, -DVALUE, of 16, of a
-// value.
+// Values of the latents that absorbed latent attention returns, for a few tokens, by the matrices of the heads, which
+// are loaded before the kernel waits for its predecessor. -DRANK: dimensions of a latent, a multiple of 128; -DVALUE:
+// dimensions of a value, a multiple of 16.
 #include "common.cuh"
 
 constexpr int TOKENS = 8;
 constexpr int THREADS = 256;
-constexpr int VALUES = 16;  // of a block; 16 threads share RANK
+constexpr int VALUES = 16;  // values of a block; 16 threads divide RANK for each
 
-// out [tokens, num_heads, VALUE] of at most TOKENS tokens: values, [VALUE, RANK] of each head, values_stride elements
-// apart, times latents [tokens, num_heads, RANK]. Grid: num_heads * VALUE / VALUES.
+// out [tokens, num_heads, VALUE], of at most TOKENS tokens: values [VALUE, RANK] of each head, whose matrices are
+// values_stride elements apart, times latents [tokens, num_heads, RANK]. Grid: num_heads * VALUE / VALUES.
 extern "C" __global__ void __launch_bounds__(THREADS) latent_values(
     const T* latents, const T* values, long long values_stride, T* out, int tokens, int num_heads) {
   int head = blockIdx.x / (VALUE / VALUES), value = blockIdx.x % (VALUE / VALUES) * VALUES + threadIdx.x / 16;

@@ -1,10 +1,11 @@
-// RMSNorm, alone and with what follows the norm of a block's output. One block a token; H is a multiple of VEC.
+// RMSNorm, alone and with the residual addition behind the norm of a block's output (Gemma, OLMo, GLM-4). One block of
+// threads for each token; H is a multiple of VEC.
 #include "common.cuh"
 
 // out = x / sqrt(mean(x^2) + eps) * weight, rounded to W before the weight as the reference does. The first vector of a
 // thread, which is all that it has of a row of up to 1024 vectors, stays in registers; the weight is read early.
 extern "C" __global__ void rms_norm(const T* x, const W* weight, T* out, int H, float eps) {
-  start_successor();  // which may fetch weights
+  start_successor();  // a product, which may load its weight
   __shared__ float scratch[32];
   int first = threadIdx.x * VEC, stride = blockDim.x * VEC;
   const T* row = x + (long long)blockIdx.x * H;
@@ -37,7 +38,7 @@ extern "C" __global__ void rms_norm(const T* x, const W* weight, T* out, int H, 
 extern "C" __global__ void norm_add(
     const T* x, const W* weight, const T* residual, OPTIONAL const T* factor, OPTIONAL const W* next_weight,
     OPTIONAL const W* second_weight, OPTIONAL const W* third_weight, T* sum, OPTIONAL T* normed, int H, float eps) {
-  start_successor();  // which may fetch weights
+  start_successor();  // a product, which may load its weight
   __shared__ float scratch[2][32];
   int i = threadIdx.x * VEC;
   long long at = (long long)blockIdx.x * H + i;

@@ -1,6 +1,6 @@
-// The pages of a batch's rows as one list, row after row, from page tables and lengths that are on the device already.
-// One block of THREADS a row. starts [rows + 1]: where each row's pages begin; last_page_lens [rows]: tokens in its
-// last page.
+// Page tables of a batch's rows as one list (CSR), from tables and lengths that are on the device. One block of THREADS
+// for each row. starts [rows + 1]: where each row's pages begin in the list; last_page_lens [rows]: tokens in its last
+// page.
 
 extern "C" __global__ void flatten_pages(const int* table, const int* kv_lens, int* starts, int* last_page_lens,
                                          int* pages, int rows, int width, int page_size) {

@@ -1,13 +1,14 @@
-// Between the QKV product and attention, in one launch: norm of each q and k head (Qwen3), rotary positions, and the
-// store of k and v into the paged cache. A warp takes as many heads of a token as it can read 16 bytes a lane of, and
-// so reads the token's angles once for them. -DHEAD_DIM is 64, 128 or 256, of 16-bit T also 512; -DCACHE: fp8.cuh. For
-// example, with HEAD_DIM 128 and 16-bit T a warp takes 4 heads of a token, 8 lanes each: lane 5 of warp 1 of block 0
-// has, of more than four heads, token 0's head 4, of it the dimensions 40 to 47 and, rotated with them, 104 to 111.
+// Between the QKV product and attention, in one launch: RMSNorm of each q and k head (Qwen3), rotary embedding, and the
+// store of k and v into the paged cache. A warp processes as many heads of a token as it reads with two loads of 16
+// bytes a lane, so that it reads the token's angles once for all of them. -DHEAD_DIM is 64, 128 or 256, of 16-bit T
+// also 512; -DCACHE: fp8.cuh. For example, with HEAD_DIM 128 and 16-bit T a warp takes 4 heads of a token, 8 lanes
+// each: lane 5 of warp 1 of block 0 has, of more than four heads, token 0's head 4, of it the dimensions 40 to 47 and,
+// rotated with them, 104 to 111.
 #include "fp8.cuh"
 
 constexpr int HALF = HEAD_DIM / 2;
-constexpr int LANES = HALF / VEC;  // of a head: each has VEC pairs (i, i + HALF)
-constexpr int HEADS = 32 / LANES;  // of a warp
+constexpr int LANES = HALF / VEC;  // lanes of a head; each has VEC pairs (i, i + HALF)
+constexpr int HEADS = 32 / LANES;  // heads of a warp
 
 // Null q_norm or k_norm: no norm. Heads are in the order q, k, v; without KV heads nothing is stored. `v_eps`: each
 // head of v is divided by its root mean square with this eps; negative: it is not.

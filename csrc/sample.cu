@@ -1,16 +1,17 @@
-// Sampling in two launches: every group of GROUP logits is read once, then again the few groups that can matter.
+// Sampling in two launches: sample_partials reads every group of GROUP logits once, and sample_choose reads again the
+// few groups that can matter.
 //
-// The token is the inverse, in vocabulary order, of the cumulative distribution that the filters leave, at a uniform
-// number that depends on nothing but (seed, position); at temperature 0 it is the first of the largest logits. See
-// engine/sampler.py for the meaning of the filters.
+// The token is found by inverting the cumulative distribution, in vocabulary order, of the tokens that the filters
+// keep, at a uniform number that depends on seed and position alone; at temperature 0 it is the first of the largest
+// logits. See engine/sampler.py for the meaning of the filters.
 //
-// The filters leave a limit on the distance from the largest logit, (max - x) / temperature, as a 32-bit integer. Cheap
-// bounds come first. If few tokens are left, each is compared with all others; if many, the limit is searched by
-// histograms, most significant bits first. All sums that decide are integers, so their order does not matter and equal
-// input gives equal tokens. -DTHREADS: of a block of sample_choose, 512 or 1024.
+// All filters together are one limit on the distance from the largest logit, (max - x) / temperature, as a 32-bit
+// integer. Cheap bounds on it come first. If they leave few tokens, each is compared with all others; if many, the
+// limit is searched by histograms (a radix select), most significant bits first. All sums that decide are integers, so
+// their order does not matter and equal input gives equal tokens. -DTHREADS: of a block of sample_choose, 512 or 1024.
 //
-// Logits may be divided among GPUs by tokens, -DRANKS: each runs sample_partials on its own, all get the partials of
-// all, and sample_choose reads the few groups that matter from the GPU that has them.
+// Logits may be divided among -DRANKS GPUs by vocabulary: each GPU runs sample_partials on its own logits, the partials
+// are gathered, and sample_choose reads the few groups that matter from the GPU that has them.
 #include "common.cuh"
 
 #ifndef RANKS
@@ -39,16 +40,16 @@ constexpr float EXCLUDED = -2e30f;        // of what the mask does not allow: fi
 struct Partial {  // of one group of one row
   float max;      // of the logits
   float sum;      // of exp((logit - max) / temperature)
-  int argmax;     // the first place of max
+  int argmax;     // id of the first largest logit
   int pad;
 };
 
-struct Amount {  // of tokens
+struct Amount {  // of tokens: their number, and the sum of their weights in fixed point
   unsigned count;
   u64 mass;
 };
 
-struct Found {       // the bin in which a running amount reaches what is wanted
+struct Found {       // the bin in which the running amount reaches the wanted one
   int bin;           // -1: it is never reached
   unsigned count;    // in the bin
   Amount before;     // the bin
@@ -69,7 +70,7 @@ struct Shared {
       alignas(16) u64 mass[FEW];
     };
   };
-  int tokens;                 // that were collected, or more than FEW
+  int tokens;                 // number of tokens collected, or more than FEW
   unsigned limit;
   u64 wanted;
   Amount warp_total[WARPS];
@@ -93,7 +94,7 @@ __device__ __forceinline__ u64 uniform_part(long long seed, int position, u64 to
   return __umul64hi(total, (2 * bits + 1) << 40);
 }
 
-// An unsigned integer that orders as the floats do; both zeros are the same.
+// Unsigned integer with the same order as the floats; both zeros are equal.
 __device__ __forceinline__ unsigned ordered(float x) {
   unsigned bits = __float_as_uint(x + 0.f);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -103,13 +104,13 @@ __device__ __forceinline__ float from_ordered(unsigned key) {
   return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
-// Place in a group of a lane's i-th logit: vectors of all lanes follow each other.
+// Index in a group of a lane's i-th logit: the lanes load vectors that are contiguous.
 __device__ __forceinline__ int place_of(int i, int lane) { return i / VEC * 32 * VEC + lane * VEC + i % VEC; }
 
-struct Division {  // of the logits among GPUs; of no meaning with one
-  const long long* addresses;  // of each GPU's [rows, row_stride]
-  int ids;                     // of a GPU
-  int groups;                  // of a GPU
+struct Division {  // of the logits among GPUs; unused with one
+  const long long* addresses;  // of each GPU's logits [rows, row_stride]
+  int ids;                     // number of ids of a GPU
+  int groups;                  // number of groups of a GPU
 
   __device__ __forceinline__ int first_id(int group) const {
     return RANKS == 1 ? group * GROUP : group / groups * ids + group % groups * GROUP;
@@ -125,7 +126,7 @@ struct Logits {  // of one row
 
   __device__ __forceinline__ int first_id(int group) const { return division.first_id(group); }
 
-  // A lane's part of a group; beyond the vocabulary they are -infinity.
+  // Load a lane's logits of a group; those beyond the vocabulary are -infinity.
   __device__ __forceinline__ void load(int group, int lane, float* x) const {
     int start = group * GROUP, end = vocab;
     const T* from = values;
@@ -201,7 +202,7 @@ __device__ __forceinline__ unsigned clamped(float steps) {
   return steps < 4294967040.f ? (unsigned)steps : ALL;  // the largest float below 2^32
 }
 
-// A row as sample_choose sees it.
+// Logits of a row with what sample_choose knows of them.
 struct Row {
   Logits logits;
   int groups;
@@ -212,7 +213,7 @@ struct Row {
 
 __device__ __forceinline__ float weight_at(unsigned distance) { return __expf((float)distance * (-1.f / STEPS)); }
 
-// The amount of all threads before this one, and of the whole block.
+// Exclusive prefix sum over the threads of the block; `total` is the sum over all of them.
 __device__ __forceinline__ Amount scan(Amount own, Shared& s, Amount& total) {
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   Amount sum = own;
@@ -258,7 +259,7 @@ __device__ __forceinline__ void histogram(const Row& row, Shared& s, unsigned ne
     nearest = __reduce_min_sync(ALL, nearest), farthest = __reduce_max_sync(ALL, farthest);
     if (nearest > farthest) continue;
     bool same = (nearest - near) >> shift == (farthest - near) >> shift;
-    unsigned count = 0, detail = 0;  // when all go to one bin, so that equal logits do not queue up
+    unsigned count = 0, detail = 0;  // if all are in one bin, the warp adds once: equal logits would contend
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
       unsigned d = distance[i];
@@ -328,7 +329,7 @@ __device__ __forceinline__ Found find(const Amount* bins, Amount before, u64 wan
   return found;
 }
 
-// From the bin found at the first level to the limit itself; `mass` becomes that of the wanted tokens.
+// Refine the bin found at the first level to the limit itself; `mass` becomes that of the wanted tokens.
 __device__ __forceinline__ unsigned refine(
     const Row& row, Found found, u64 wanted, bool by_mass, unsigned cut, Shared& s, u64& mass) {
   unsigned near = (unsigned)found.bin << FIRST_SHIFT, far = min(near + ((1u << FIRST_SHIFT) - 1), cut);

@@ -1,5 +1,5 @@
-// Upcast of K and V of the pages that a step sees, from 8 bits to T, for attention that reads 16 bits. Every e4m3 value
-// is one of T.
+// Upcast of K and V from FP8 to T, for attention backends that read 16 bits: of the pages that a step reads. T can
+// represent every e4m3 value.
 #include "fp8.cuh"
 
 struct alignas(16) Eight { T v[8]; };
@@ -15,12 +15,12 @@ __device__ __forceinline__ Eight upcast_eight(unsigned low, unsigned high) {
   return y;
 }
 
-// Pages are pages[0 .. *count), the same ones several times if rows share them; of 16 * `vectors` values.
+// Upcast pages[0 .. *count), of 16 * `vectors` values each; pages that rows share occur several times.
 extern "C" __global__ void upcast_pages(
     const C* k, const C* v, T* upcast_k, T* upcast_v, const int* pages, const int* count, int vectors) {
   wait_for_predecessor();
   start_successor();
-  // A vector's page and place there, counted through: vectors of rows that share long prefixes may be more than 2^32.
+  // Page and index in it are advanced separately, since rows that share long prefixes may have more than 2^32 vectors.
   int first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
   int page = first / vectors, i = first % vectors, end = *count;
   while (page < end) {
