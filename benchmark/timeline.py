@@ -45,7 +45,7 @@ KINDS = {  # beginnings of kernels' names
     "rounding": ("quantize",),  # of activations
     "attention": ("decode_attention", "norm_rope_store", "latent_", "delta_", "device_kernel"),  # the last: FA3
     "sum over ranks": ("one_shot", "two_shot", "received", "gather", "nccl"),
-    "norm": ("rms_norm",),
+    "norm": ("rms_norm", "norm_add"),
     "sampling": ("sample_", "process_logits"),
 }
 

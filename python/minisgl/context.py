@@ -21,13 +21,13 @@ class ForwardContext:
     """Tensors of one step over T tokens, and the parts that the layers call."""
 
     input_ids: Tensor  # [T] int64
-    positions: Tensor  # [T] int64: place of each token in its sequence
+    positions: Tensor  # [T] int64: position of each token in its sequence
     out_cache_loc: Tensor  # [T] int64: page * page_size + offset, where each token's K and V are written
     logits_indices: Tensor | None  # [R] int64: the tokens whose final states are read; None: of all T
     kv: KVPool
     ops: Ops
-    attention: Mapping[int, AttentionPlan]  # by layer, but for those in `fused`
-    fused: Mapping[int, FusedRows] = field(default_factory=dict)  # by layer, in place of norm_rope_store and a plan
+    attention: Mapping[int, AttentionPlan]  # by layer, except those in `fused`
+    fused: Mapping[int, FusedRows] = field(default_factory=dict)  # by layer; replaces norm_rope_store and a plan
     expanding: Mapping[int, ExpandingPlan] = field(default_factory=dict)  # by layer: those of `attention` that expand
     recurrent: RecurrentRows | None = None  # where some layers are recurrent
     logits: Tensor | None = None  # [S, vocab_size]: where the model leaves them; None: in a new tensor

@@ -1,8 +1,8 @@
 """Division of a step's long chunks for csrc/latent_prefill.cu: which keys are expanded together, and who sees them.
 
-What a row has in the cache and its new tokens are one sequence of keys. With room for 16,384 of them, rows of 9,000 and
-12,000 tokens are two blocks: 9,000 and 7,384 keys, then 4,616, whose result the kernel merges with that of the row's
-first part.
+The cached tokens of a row and its new ones are one sequence of keys. With a buffer for 16,384 keys, rows of 9,000 and
+12,000 tokens are two blocks: one of 9,000 and 7,384 keys, and one of 4,616, whose result the kernel merges with that of
+the second row's first part.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class KeyBlock(NamedTuple):
     """K keys, and tiles of the queries that see them."""
 
     rows: Int32Array  # [K]: the step's row of each key
-    positions: Int32Array  # [K]: its place in the row's sequence
+    positions: Int32Array  # [K]: its position in the row's sequence
     items: Int32Array  # [tiles, 6]: struct Item of latent_prefill.cu, the longest first
     merges: bool  # with earlier blocks
 
@@ -30,16 +30,16 @@ class KeyBlock(NamedTuple):
 def key_blocks(rows: Int32Array, query_lens: Int32Array, kv_lens: Int32Array, max_keys: int) -> Iterator[KeyBlock]:
     """Divide the keys of the step's `rows` into blocks of at most `max_keys`, in order; the lengths are of all rows."""
     segments: list[tuple[int, range]] = []
-    room = max_keys
+    left = max_keys
     for row in rows.tolist():
         start, length = 0, int(kv_lens[row])
         while start < length:
-            keys = range(start, min(length, start + room))
+            keys = range(start, min(length, start + left))
             segments.append((row, keys))
-            start, room = keys.stop, room - len(keys)
-            if room == 0:
+            start, left = keys.stop, left - len(keys)
+            if left == 0:
                 yield _block(segments, query_lens, kv_lens)
-                segments, room = [], max_keys
+                segments, left = [], max_keys
     if segments:
         yield _block(segments, query_lens, kv_lens)
 

@@ -1,8 +1,8 @@
-"""Latent attention query by query, over the latents themselves: csrc/latent_decode.cu, for Hopper and later.
+"""Absorbed latent attention, query by query, over the latents themselves: csrc/latent_decode.cu, for Hopper and later.
 
-For decodes, and for tokens of short chunks, each of which attends as a row of one query would. Splits are counted by
-queries and heads alone, so that a CUDA graph may hold any step: each query's row is cut into as many equal ones. Blocks
-of 16 heads read a row's latents once each.
+It is for decodes and for tokens of short chunks, each of which attends like a row of one query. The number of splits
+depends on the numbers of queries and heads alone, so that a CUDA graph may hold any step: every row is cut into as many
+equal splits. Each block of 16 heads reads a row's latents once.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.kvcache.pool import KVPool
 
 _THREADS = 256
-_TILE = 32  # as in latent_decode.cu
-_STAGES = 5  # likewise
-_MAX_SPLITS = 64  # more take the merge longer than they spare the blocks
-_MERGERS = 4
+_TILE = 32  # tokens, as in latent_decode.cu
+_STAGES = 5  # of the ring, as in latent_decode.cu
+_MAX_SPLITS = 64  # of a row; with more, the merge takes longer than the splits save
+_MERGERS = 4  # groups of threads that divide the splits in latent_merge
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class LatentQueries:
     """Implements attention.base.AttentionPlan for Q queries."""
 
     spec: AttentionSpec
-    lengths: Tensor  # [Q] int32: positions that each sees
+    lengths: Tensor  # [Q] int32: positions that each query sees
     page_table: Tensor  # [rows, pages] int32
-    table_rows: Tensor | None  # [Q] int32: of each query; None: a row is a query
+    table_rows: Tensor | None  # [Q] int32: each query's row of the page table; None: query i has row i
     compiler: Compiler
 
     def forward(self, layer: int, q: Tensor, kv: KVPool, sinks: Tensor | None = None) -> Tensor:  # noqa: ARG002

@@ -1,8 +1,8 @@
-"""Latent attention of long chunks, on Hopper: the heads' keys and values are made of the latents, a bounded number at a
-time, and csrc/latent_prefill.cu attends to them.
+"""Latent attention of long chunks with expanded keys and values, on Hopper (csrc/latent_prefill.cu).
 
-A score costs nope_dim + rope_dim + value_dim products so, a third of what it costs over the latents themselves; that
-pays for the expansion where enough queries share it.
+The heads' keys and values are computed from the latents, a bounded number at a time. A score then costs nope_dim +
+rope_dim + value_dim products, a third of what it costs over the latents themselves, which pays for the expansion if
+enough queries share it.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from minisgl.kernel.compile import Compiler, tensor_map
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Launcher, Macros
 from minisgl.uploads import upload
 
-_STAGES = 2  # as in latent_prefill.cu
-_THREADS = 384
-_COLUMNS = 64  # of a box
-_BUFFER_BYTES = 1 << 27  # of expanded keys and values
-_SHARED_BYTES = 220 << 10  # of a block, at most
+_STAGES = 2  # of the ring, as in latent_prefill.cu
+_THREADS = 384  # of a block, as in latent_prefill.cu
+_COLUMNS = 64  # of a box that TMA copies
+_BUFFER_BYTES = 1 << 27  # for expanded keys and values
+_SHARED_BYTES = 220 << 10  # most shared memory of a block
 
 
 @dataclass(frozen=True, slots=True)
 class ExpandedKeys:
     """One block of keys, in buffers that all blocks and layers of a step share."""
 
-    places: Tensor  # [K] int32: where each lies in the pool
-    items: Tensor  # [tiles, 6] int32: struct Item
+    places: Tensor  # [K] int32: index of each key's latent in the pool, page * page_size + offset
+    items: Tensor  # [tiles, 6] int32: struct Item of latent_prefill.cu
     latents: Tensor  # [K, rank + rope_dim]
     expanded: Tensor  # [K, heads * (nope_dim + value_dim)]
     maps: tuple[object, object]  # tensor maps of `expanded` and of `latents`

@@ -1,4 +1,4 @@
-"""Kernels over page tables for backends that do not read them as they are, asking the host nothing.
+"""Kernels over page tables for backends that cannot read the tables as they are; the host reads nothing back.
 
 FlashInfer takes all rows' pages as one list (CSR). FlashAttention 3 reads 16 bits, so in every layer the FP8 pages that
 a step sees are copied to `KVPool.upcast_buffer`: bfloat16 and float16 have every e4m3 value, so nothing is lost, and a
@@ -33,7 +33,7 @@ class PageList:
 
     @classmethod
     def empty(cls, rows: int, width: int, device: torch.device) -> PageList:
-        """Make room for the pages of a page table [rows, width]."""
+        """Allocate a list for the pages of a page table [rows, width]."""
         sizes = rows + 1, rows, rows * width + 1
         return cls(*(torch.empty(size, dtype=torch.int32, device=device) for size in sizes))
 

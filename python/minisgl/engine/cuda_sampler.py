@@ -12,16 +12,16 @@ from minisgl.engine.state import SlotState
 from minisgl.kernel.compile import Compiler
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec
 
-# As in sample.cu.
-_GROUP = 512  # logits
-_MAX_GROUPS = 2048
-_PARTIAL_WARPS = 8
-_PARTIAL_BYTES = 16
-_THREADS = 512  # of a block that chooses,
-_THREADS_OF_FEW_ROWS = 1024  # and where each has a multiprocessor to itself
-# As in process.cu.
-_PROCESS_CHUNK = 4096  # ids
-_PROCESS_THREADS = 256
+# Constants of sample.cu.
+_GROUP = 512  # logits of a group
+_MAX_GROUPS = 2048  # of a row
+_PARTIAL_WARPS = 8  # of a block of sample_partials
+_PARTIAL_BYTES = 16  # of struct Partial
+_THREADS = 512  # of a block of sample_choose, two of which fit on a multiprocessor
+_THREADS_OF_FEW_ROWS = 1024  # where each row has a multiprocessor to itself
+# Constants of process.cu.
+_PROCESS_CHUNK = 4096  # ids of a block
+_PROCESS_THREADS = 256  # of a block
 
 
 class CudaSampler:
@@ -102,7 +102,7 @@ class CudaSampler:
         vocab: int,
         first_id: int = 0,
     ) -> Tensor:
-        """Return what is to be known of each group, in [rows, groups * 4] words that are no numbers."""
+        """Return struct Partial of each group of logits, as [rows, groups * 4] words of float32."""
         rows = len(logits)
         partials = torch.empty((rows, groups * _PARTIAL_BYTES // 4), dtype=torch.float32, device=logits.device)
         sample_partials = self._compiler.kernel(_sample_spec, "sample_partials", logits.dtype, self._threads(rows))

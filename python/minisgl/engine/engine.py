@@ -44,7 +44,7 @@ class Engine:
         max_prefill_tokens: int,
         reuses_prefixes: bool = True,
     ) -> None:
-        """`reuses_prefixes`: snapshots of recurrent states are of use, if the model has any."""
+        """`reuses_prefixes`: prefixes are cached, so that snapshots of recurrent states are worth their memory."""
         self.device = resolve_device(config, tp.rank)
         self.dtype = resolve_dtype(config, model.dtype)
         self.page_size = config.page_size
@@ -96,8 +96,8 @@ class Engine:
             self.limits = Limits(max_seq_len=max_seq_len, vocab_size=model.vocab_size)
             # On the queue, like all that follows: another stream's fill would race with the first step's reads.
             self._runner = self._queue.call(partial(parts.runner, self.num_pages, num_window_pages, max_seq_len))
-        # For all steps: the host writes a step's only when it has the tokens of the step before, and by then the device
-        # has read that one's.
+        # One buffer serves all steps: the host writes a step's bitmask only when it has the tokens of the step before,
+        # and by then the device has read the bitmask of that step.
         self._bitmask = torch.empty(
             (self.num_slots, -(-model.vocab_size // 32)), dtype=torch.int32, pin_memory=self.device.type == "cuda"
         )
@@ -140,7 +140,7 @@ class Engine:
     def sample(self, batch: Batch, bitmask: Int32Array | None = None) -> PendingStep:
         """Launch the sampling of the step whose forward was launched last, and return at once.
 
-        `bitmask`: the beginning of `self.bitmask`, a row for each that samples.
+        `bitmask`: the first rows of `self.bitmask`, one for each row of the batch that samples.
         """
         forwarded, self._forwarded = self._forwarded, None
         if forwarded is None:
@@ -155,7 +155,7 @@ class Engine:
 
         def result() -> StepResult[AnyArray]:
             step = pending()
-            self._tp.check()  # before anybody sees tokens of sums that lack a rank's part
+            self._tp.check()  # raises before tokens are returned whose all-reduce lacked a rank's part
             return step
 
         return result

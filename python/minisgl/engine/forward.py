@@ -35,7 +35,7 @@ class StepInputs(NamedTuple, Generic[A]):
     """The T tokens of a step and the rows they belong to, all int32: on the host, then in one copy on the device."""
 
     token_slots: A  # [T]: slot of each token
-    positions: A  # [T]: its place in its sequence
+    positions: A  # [T]: position of each token in its sequence
     slots: A  # [rows]
     kv_lens: A  # [rows]: tokens of each row in the cache after this step's are written
     query_starts: A  # [rows + 1]: prefix sums of the rows' new tokens

@@ -20,9 +20,9 @@ CPU_POOL_LIMIT = 8 << 30  # bytes: more is of no use to a CPU and would surprise
 # Sequences of full length, or many shorter ones, that a pool on the CPU holds: what it caches becomes the process's
 # memory page by page, and a CPU has not the time to use more.
 CPU_SEQUENCES = 16
-STATE_SHARE = 0.5  # of the room for the pool that recurrent states may take; the rest is for pages
-SNAPSHOT_SHARE = 0.25  # of what is left that snapshots of states take by themselves
-SNAPSHOTS_PER_SLOT = 4  # that they are at most
+STATE_SHARE = 0.5  # share of the memory for the pool that recurrent states may take; the rest is for pages
+SNAPSHOT_SHARE = 0.25  # share of that rest which snapshots of states take, unless --state-snapshots is given
+SNAPSHOTS_PER_SLOT = 4  # most snapshots for each slot, unless --state-snapshots is given
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +35,19 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bytes for the KV pool, and what they were reckoned from."""
+    """Bytes for the KV pool, and the figures from which they were computed."""
 
     pool: int
-    total: int  # the device's
-    free: int  # with the weights loaded
+    total: int  # memory of the device
+    free: int  # free memory once the weights are loaded
     needs: Needs = Needs()
 
 
 def room_for_pool(device: torch.device, memory_ratio: float, tp_size: int, needs: Needs) -> Room:
-    """Return the ratio of all the device's memory, less what is in use and what will be. CPU ranks share a machine."""
+    """Return `memory_ratio` of the device's memory, less what is in use and what steps and graphs will need.
+
+    Ranks on CPUs share the memory of one machine.
+    """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return Room(int(free - (1.0 - memory_ratio) * total) - needs.steps - needs.graphs, total, free, needs)

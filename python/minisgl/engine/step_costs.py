@@ -19,11 +19,11 @@ LONG_CONTEXT = 8192  # tokens before a chunk
 DECODES, DECODE_CONTEXT = 32, 2048  # rows, tokens before each
 RUNS = 3  # of each step; the fastest counts
 
-CPU_BYTES = 12e9  # a second that a CPU reads
-CPU_OPERATIONS = 2e11  # a second that its products make
-CPU_ATTENTION = 2e10  # the same of its attention
+CPU_BYTES = 12e9  # bytes a second that a CPU reads
+CPU_OPERATIONS = 2e11  # operations a second of a CPU's matrix products
+CPU_ATTENTION = 2e10  # operations a second of a CPU's attention
 
-NOTHING = 1e-9  # seconds: a token of a prompt takes at least this
+NOTHING = 1e-9  # the fewest seconds of a token of a prompt, so that budgets stay finite
 
 
 def estimate(weight_bytes: int, weights_per_token: int, specs: Sequence[AttentionSpec]) -> StepCost:
@@ -69,25 +69,26 @@ def measure(
     rows, context = min(DECODES, num_slots), min(DECODE_CONTEXT, max_seq_len - 2)
     if small < 2 or behind < 1 or context < 2:
         return None
-    # Behind a long prompt, while which they are launched: a host may take longer for that than the device for a step.
+    # Short steps are launched behind a long prompt, so that the device never waits for the host, which may need longer
+    # to launch a step than the device to run it.
     series = (
         (plan(1, 0, large), plan(1, 0, small), plan(rows, 1, 1)),
         (plan(1, 0, large), plan(1, behind, small), plan(rows, context, 1)),
     )
-    # In rounds, so that what disturbs some steps in a row does not count in all runs of one kind.
+    # The runs of a kind are spread over rounds, so that a short disturbance does not affect all of them.
     rounds = [[seconds for batches in series for seconds in seconds_of(batches)] for _ in range(RUNS)]
     first, short_prompt, decodes, second, later_chunk, long_decodes = map(min, zip(*rounds, strict=True))
     attended = max((later_chunk - short_prompt) / (small * behind), 0.0)
-    # Two points of a line, without what their tokens attend to.
+    # Seconds of two lengths of prompts, less their attention: two points of a line.
     short, long = short_prompt - attended * small**2 / 2, min(first, second) - attended * large**2 / 2
     token = max((long - short) / (large - small), NOTHING)
     fixed = max(short - token * small, 0.0)
-    if fixed > decodes:  # they have the fixed part, too: the short prompt waited for the host
+    if fixed > decodes:  # decodes have the fixed part, too, so the short prompt must have waited for the host
         fixed, token = decodes, max((long - decodes) / large, NOTHING)
     return StepCost(
         prefill_token=token,
         prefill_context=attended,
-        decode_row=token,  # beside a chunk, which the weights are read for
+        decode_row=token,  # a decode beside a chunk, for which the weights are read anyway
         decode_context=max((long_decodes - decodes) / (rows * (context - 1)), 0.0),
         fixed=fixed,
     )

@@ -104,7 +104,7 @@ class Norm(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Making of a layer's q, k and v from their product.
+    """How a layer's q, k and v are made from their product: heads, norms and rotary embedding.
 
     cos_sin is float32 [max_positions, head_dim]: cosines in the first half of the last axis, sines in the second; the
     rotation pairs dimension i with i + head_dim / 2 (the "neox" layout).
@@ -141,12 +141,12 @@ class DeltaHeads:
 
 
 class Product(NamedTuple):
-    """A kind of matrix product that a model's steps make: weight [width, size], behind a norm or not."""
+    """Matrix product of a model's steps, for which kernels are compiled: weight [width, size], behind a norm or not."""
 
     width: int
     size: int
     norm: bool
-    gate: Activation | None  # of a gated one
+    gate: Activation | None  # activation of a gated product
 
 
 class ExpertKind(NamedTuple):
@@ -172,7 +172,7 @@ class LatentDims(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KernelNeeds:
-    """Kernels that a model's steps will ask for."""
+    """What a model's steps need kernels for."""
 
     dtype: torch.dtype
     kv_dtype: torch.dtype
@@ -199,7 +199,7 @@ class LatentRows(NamedTuple):
 
 
 class DecodeInputs(NamedTuple):
-    """Newest token and its place in the KV pool, per row."""
+    """Inputs of a decode, per row: the newest token, its position and its place in the KV pool."""
 
     input_ids: Tensor  # [rows] int64
     positions: Tensor  # [rows] int64
@@ -209,17 +209,18 @@ class DecodeInputs(NamedTuple):
 
 
 class Weight(Protocol):
-    """Matrix [out, in] of a linear layer in some format, with the products that read it: they are chosen once, when it
-    has been loaded (`Ops.bind`). A quantized format is another class, whose tensors are its scales too.
+    """Matrix [out, in] of a linear layer with the products that read it, chosen once when it is loaded (`Ops.bind`).
+
+    Each layout or quantized format is a class of its own.
     """
 
     @property
     def tensor(self) -> Tensor:
-        """The matrix as the products read it; where they differ, as those of many rows do."""
+        """The matrix as products of many rows read it."""
 
     @property
     def label(self) -> str:
-        """The layout and its product, in a few words for a log line."""
+        """Layout of the matrix and its products, in a few words for the log."""
 
     def linear(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         """Compute `Ops.linear` with this weight."""
@@ -239,7 +240,7 @@ class Ops(Protocol):
     """Operations of a layer besides attention. Results have the dtype of the input; sums are float32."""
 
     def begin_compiling(self, needs: KernelNeeds, /) -> None:
-        """Begin, in threads, to compile what otherwise is compiled at its first use. Costs nothing where nothing is."""
+        """Begin to compile, in threads, the kernels that would otherwise be compiled at their first use, if any."""
 
     def decode_inputs(
         self, slots: Tensor, tokens: Tensor, lengths: Tensor, page_table: Tensor, page_size: int, *, pages: bool
@@ -259,17 +260,18 @@ class Ops(Protocol):
     def bind(self, weight: Tensor, grid: Int4Grid | None = None) -> Weight:
         """Return a loaded weight [out, in] with its products, in the layout that they read fastest.
 
-        `grid`: the values that a weight rounded to 4 bits has, which some products read in its place.
+        `grid`: scales and offsets of a weight that has been rounded to 4 bits, which some products on CPUs read
+        instead.
         """
 
     def keeps(self, form: LevelFormat, width: int, size: int, dtype: torch.dtype) -> bool:
-        """Return True if products in `dtype` read a weight [width, size] of this format as it is."""
+        """Return True if a weight [width, size] of this format stays quantized for products in `dtype`."""
 
     def keeps_experts(self, form: LevelFormat, width: int, size: int, dtype: torch.dtype) -> bool:
-        """Return True if `moe` reads matrices [experts, width, size] of this format as they are, packed."""
+        """Return True if experts [experts, width, size] of this format stay quantized for `moe` in `dtype`."""
 
     def bind_levels(self, levels: Levels, dtype: torch.dtype, *, gated: bool) -> Weight:
-        """Return a loaded quantized weight with its products. `gated`: only `norm_gated_linear` reads it."""
+        """Return a loaded quantized weight with its products in `dtype`. `gated`: only `norm_gated_linear` reads it."""
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         """x [T, H] -> x / sqrt(mean(x^2) + eps) * weight, [T, H].
@@ -375,8 +377,8 @@ class Ops(Protocol):
     def moe(self, x: Tensor, router_logits: Tensor, mixture: Mixture, residual: Tensor | None = None) -> Tensor:
         """A mixture of gated experts: x [T, H] -> the weighted sum of the outputs of each token's experts, [T, H].
 
-        Plus the residual [T, H], if there is one, and the output of the mixture's shared expert, which it has only if
-        `merges_shared`.
+        The residual [T, H] is added, if there is one, and the output of the mixture's shared expert, which is given
+        only if `merges_shared`.
 
         A token's experts are the `top_k` of the scores of router_logits [T, experts] in float32, plus `biases.choice`;
         their weights are the scores, divided by their sum if `renormalize`, times `expert_scale`.
@@ -388,7 +390,7 @@ class Ops(Protocol):
         """
 
     def merges_shared(self, tokens: int, mixture: Mixture, /) -> bool:
-        """Return True if it has a shared expert, and `norm_router` and `moe` of so many tokens take that too."""
+        """Return True if the mixture has a shared expert that `norm_router` and `moe` include for so many tokens."""
 
     def moe_graph_safe(self, mixture: Mixture, /) -> bool:
         """Return True if `moe` launches the same work whatever its data, as a CUDA graph demands."""

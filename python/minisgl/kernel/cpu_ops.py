@@ -23,11 +23,11 @@ from minisgl.quantization.rounding import Int4Grid
 
 logger = logging.getLogger(__name__)
 
-# Without 16-bit products: from so many rows on, turning the weight into float32 costs less than it saves.
+# On CPUs without 16-bit products: from so many rows on, converting the weight to float32 costs less than it saves.
 _MANY_ROWS = 4
 _DTYPES = torch.bfloat16, torch.float16, torch.float32
-_BLOCK = 1 << 20  # values of a weight in float32 at a time: they stay in the cache
-_TOKENS = 64  # normed and rotated at a time, for the same reason
+_BLOCK = 1 << 20  # values of a weight that are converted to float32 at a time, so that they stay in the cache
+_TOKENS = 64  # that are normed and rotated at a time, so that they stay in the cache
 
 
 def multiplies_bfloat16() -> bool:
@@ -39,7 +39,7 @@ def multiplies_bfloat16() -> bool:
 
 
 class CpuOps(TorchOps):
-    """`bfloat16_products`: the CPU has them, see `multiplies_bfloat16`."""
+    """Implements kernel.base.Ops on a CPU. `bfloat16_products`: it has these, see `multiplies_bfloat16`."""
 
     def __init__(self, *, bfloat16_products: bool) -> None:
         self._bfloat16_products = bfloat16_products
@@ -94,7 +94,7 @@ class CpuOps(TorchOps):
         return torch.cat([_norm_rope_store(heads, *caches, *part) for part in parts])
 
     def _rotation(self, cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Factors [T, 1, head_dim] of x and of x with its halves swapped. All layers of a step ask for the same."""
+        """Return the factors [T, 1, head_dim] of x and of x with its halves swapped, kept for all layers of a step."""
         if self._rotations is None or self._rotations[0] is not cos_sin or self._rotations[1] is not positions:
             cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
             self._rotations = cos_sin, positions, torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
@@ -120,10 +120,10 @@ def _norm_rope_store(
 
 
 def _lone_rms_norm(x: Tensor, norm: Norm, zero: Tensor) -> Tensor:
-    """Norm x of one row. Its length is a number on the host: a tensor of it takes a dispatch for each step to it.
+    """Return the RMSNorm of x, which has one row, with the scale as a Python number: fewer operations to dispatch.
 
-    Computed in float32 and rounded once, to the dtype of the weight and of `zero` [], which the product is added to:
-    torch has no product with a number and a tensor alone.
+    It is computed in float32 and rounded once, to the dtype of the weight and of `zero` []. torch has no operation for
+    a number times a product of two tensors, so the product is added to zero.
     """
     length = torch.linalg.vector_norm(x, dtype=torch.float32).item()
     scale = 1 / math.sqrt(length * length / x.shape[-1] + norm.eps)

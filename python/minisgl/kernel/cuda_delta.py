@@ -1,4 +1,4 @@
-"""One token a row through a Gated DeltaNet, by the kernels of delta_net.cu."""
+"""Gated DeltaNet for rows of one token: csrc/delta_net.cu."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from minisgl.kernel.recurrent_rows import SingleRows
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec
 
 _HEAD_DIM = 128  # of keys and values in all published models
-_THREADS = 256  # for a value head's memory of 64 KiB, which their registers hold
-_WAVES = 4  # blocks for each multiprocessor where rows are taken in turn
+_THREADS = 256  # of a block, whose registers hold a value head's memory of 64 KiB
+_WAVES = 4  # blocks for each multiprocessor where blocks take rows in turn
 
 
 class CudaDelta:

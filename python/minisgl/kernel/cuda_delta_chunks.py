@@ -1,4 +1,4 @@
-"""Rows of several tokens through a Gated DeltaNet, by three kernels of csrc/ (delta_chunks.cuh)."""
+"""Gated DeltaNet for rows of several tokens: three kernels of csrc/ (delta_chunks.cuh)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _HEAD_DIM = 128  # of keys and values in all published models
 _PADDING = 8  # 16-bit values behind each row of a tile in shared memory
 _PREPARE_THREADS = 128
 _GATE_WARPS = 8
-_COLUMNS = 16  # of a memory, that each warp of the scan holds
-_SCAN_WARPS = 1, 2, 4  # of a block of the scan
-_LOADER_WARPS = 4  # beside them
-_WAVES = 4  # blocks for each multiprocessor where rows are taken in turn
-_PARTS = {torch.bfloat16: 1, torch.float16: 2}  # bf16 values that one is cut into, where only the output sees it
+_COLUMNS = 16  # columns of a memory that each warp of delta_scan holds
+_SCAN_WARPS = 1, 2, 4  # warps of a block of delta_scan that compute
+_LOADER_WARPS = 4  # warps of a block of delta_scan that load
+_WAVES = 4  # blocks for each multiprocessor where blocks take rows in turn
+_PARTS = {torch.bfloat16: 1, torch.float16: 2}  # bf16 parts of operands that only the output depends on
 
 
 class CudaDeltaChunks:
@@ -121,14 +121,16 @@ class CudaDeltaChunks:
         )
 
     def _in_turn(self, rows: ChunkedRows, most: int, blocks: int) -> int:
-        """Return the grid's second size for `most` rows or chunks, each of `blocks` blocks.
+        """Return the grid's second dimension for at most `most` rows or chunks, each of which takes `blocks` blocks.
 
-        In a CUDA graph there is room for many more than there are; a few times as many blocks as run at once suffice.
+        In a CUDA graph `most` is far above the usual number; a few waves of blocks, which take rows in turn, suffice.
         """
         return most if rows.padded is not None else min(most, -(-_WAVES * self._compiler.num_sms // blocks))
 
     def _scan_warps(self, dtype: torch.dtype, memories: int) -> int:
-        """Return the warps of a block, for `memories` heads of rows: fewer make more blocks, which read more in all."""
+        """Return the computing warps of a block for `memories` rows times heads: fewer warps make more blocks, which
+        fill the GPU, but read more in all.
+        """
         most = max(_SCAN_WARPS) if memories > self._compiler.num_sms // 8 else 2
         fitting = (warps for warps in _SCAN_WARPS if _scan_bytes(dtype, warps) <= self._compiler.block_shared_bytes)
         return max(warps for warps in fitting if warps <= most)
@@ -155,7 +157,7 @@ def _gate_spec(dtype: torch.dtype, taps: int) -> KernelSpec:
 
 
 def _scan_bytes(dtype: torch.dtype, warps: int) -> int:
-    """Shared memory of a block of the scan: two stages of what it reads of a chunk."""
+    """Return the shared memory of a block of delta_scan: two stages, of one chunk each."""
     bf16_values = (2 + _PARTS[dtype]) * (_HEAD_DIM + _PADDING + CHUNK + _PADDING)
     floats = _COLUMNS * warps + 4 + 4  # values and gates
     return 2 * CHUNK * (2 * bf16_values + 4 * floats)

@@ -15,11 +15,11 @@ from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.kernel.small_batch_gemm import MAX_ROWS
 
 _THREADS = 256
-_TOKENS = 8  # as in latent.cu: of latent_query and latent_values, at most
-_COLUMNS = 64  # of the latent, of a block of latent_query
-_SHARERS = 32  # threads that share nope_dim, of which it is a multiple
-_RANKS = 128  # which rank is a multiple of
-_VALUES = 16  # of a block of latent_values
+_TOKENS = 8  # most tokens of latent_query and latent_values, as in latent.cu
+_COLUMNS = 64  # columns of the latent in a block of latent_query
+_SHARERS = 32  # threads that divide nope_dim, which must be a multiple of it
+_RANKS = 128  # rank must be a multiple of it
+_VALUES = 16  # values of a head in a block of latent_values; value_dim must be a multiple of it
 
 
 class CudaLatent:
@@ -39,12 +39,12 @@ class CudaLatent:
 
     @staticmethod
     def makes_query(q_nope: Tensor, rank: int) -> bool:
-        """Return True if `query` is for these queries [T, heads, nope_dim]."""
+        """Return True if `query` supports these queries [T, heads, nope_dim]."""
         return _few(q_nope) and q_nope.shape[2] % _SHARERS == 0 and rank % _RANKS == 0
 
     @staticmethod
     def makes_values(latents: Tensor, weight: Tensor) -> bool:
-        """Return True if `values` is for these latents [T, heads, rank] and weights [heads, value_dim, rank]."""
+        """Return True if `values` supports these latents [T, heads, rank] and weights [heads, value_dim, rank]."""
         fits = weight.shape[1] % _VALUES == 0 and weight.shape[2] % _RANKS == 0
         return fits and _few(latents) and latents.is_contiguous()
 
@@ -110,7 +110,7 @@ def _dtypes(rows: LatentRows) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
 
 
 def _row_arguments(rows: LatentRows) -> dict[str, Tensor | float]:
-    """Return the kernels' arguments that the rows are."""
+    """Return the kernels' arguments for these rows."""
     return {
         "row": rows.projected,
         "row_stride": rows.projected.stride(0),

@@ -1,4 +1,4 @@
-"""Rows of a step as recurrent layers take them: those of one token together, longer ones cut into chunks.
+"""Layout of a step's rows for recurrent layers: rows of one token together, longer ones cut into chunks.
 
 A row of one token is one step of the recurrence. Longer rows are laid out in chunks of equal size, the last of a row
 padded, so that all chunks are computed in the same products. Chunks depend on each other only within a row: chunk i of
@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-CHUNK = 64  # tokens: a chunk's products grow with its square, the number of dependent chunks falls
-_SMALLEST = 16
+CHUNK = 64  # tokens: a larger chunk has more products (its length squared), a smaller one makes more dependent chunks
+_SMALLEST = 16  # tokens of a chunk in torch, where all rows are short
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class SingleRows:
 
     slots: Tensor  # [R] int64
     positions: Tensor  # [R] int64; a token at position 0 begins with a state of zeros
-    tokens: Tensor | None = None  # [R] int64: of the step's T tokens; None: all
+    tokens: Tensor | None = None  # [R] int64: index of each row's token in the step; None: row i has token i
     lengths: Tensor | None = (
         None  # [R] int64: in a CUDA graph rows of other lengths than 1 follow; None: there are none
     )

@@ -12,14 +12,14 @@ from minisgl.quantization.matrix import StoredTensor, check_shape, cuts, units, 
 from minisgl.quantization.schemes import AwqWeights, GptqWeights, PackedWeights
 
 _AWQ_BITS, _AWQ_WORD = 4, 8
-_LARGEST_GROUP = 128  # columns of a scale, in levels
-_AWQ_ORDER = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7], device="cpu")  # place of each of a word's columns, from the low end
+_LARGEST_GROUP = 128  # most columns of a group in `Levels`; larger groups are stored as several equal ones
+_AWQ_ORDER = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7], device="cpu")  # index in a word of each of its eight columns
 
 
 class GroupedIntegers(ABC):
-    """Implements QuantizedMatrix: (code - zero point) * scale, where `group` input columns share the last two.
+    """Implements QuantizedMatrix: (code - zero point) * scale, where `group` input columns share scale and zero point.
 
-    `g_idx` int32 [in] is the group of each input; without it they are in order.
+    `g_idx` int32 [in] is the group of each input column; without it groups are in order.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class GroupedIntegers(ABC):
         return values.mul_(self._scales(rows, groups)[:, group_of])
 
     def level_format(self, columns: slice) -> LevelFormat | None:
-        """Return the format of the columns; those of larger groups than levels have are counted as smaller ones.
+        """Return the format of these columns; groups of more than 128 columns count as several of 128.
 
-        If the groups of columns are not in order, all columns have a format together.
+        If groups are not in order (act-order), only all columns together have a format.
         """
         if self._bits != 4:
             return None
@@ -82,7 +82,7 @@ class GroupedIntegers(ABC):
         return Levels(form, codes.to(torch.uint8), self._scales(rows, groups)[:, each], zeros)
 
     def _groups(self, columns: slice) -> tuple[slice, Tensor]:
-        """Groups to read for some columns, and the group of each column, counted from the first that is read."""
+        """Return the groups to read for some columns, and the group of each column, counted from the first one read."""
         if self._g_idx is None:
             return units(columns, self._group)
         group_of = self._g_idx.read(columns).long()

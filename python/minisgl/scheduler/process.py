@@ -26,9 +26,10 @@ from minisgl.tokenizer.files import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-WATCH_SECONDS = 15.0  # after the last look, in which steps are recorded for the next
-MAX_SEQUENCES = 128  # that are told to whoever looks: running ones, and as many that wait
-MAX_NODES = 192  # of the tree of cached prefixes
+# Of the glass box (/debug/state).
+WATCH_SECONDS = 15.0  # after a query, during which steps are recorded for the next one
+MAX_SEQUENCES = 128  # most running sequences that are reported, and most waiting ones
+MAX_NODES = 192  # most nodes of the radix tree that are reported
 
 
 class SchedulerServer:
