@@ -205,10 +205,10 @@ class CudaMoe:
         return normed, self._mix(normed, plan, weighting, mixture, residual)
 
     def merges_shared(self, tokens: int, mixture: Mixture) -> bool:
-        """Return True if so few tokens' shared expert is computed as further experts.
+        """Return True if the shared expert of so many tokens is computed as further routed experts.
 
-        Of more tokens its own products are as fast as those of experts, and the router's launch, which makes the logit
-        that weighs it, is slower than norm and product.
+        With more tokens separate products are as fast, and the router's launch, which also computes the logit of the
+        shared expert's gate, is slower than a norm and a product.
         """
         w13, shared, routing = mixture.w13, mixture.shared, mixture.routing
         if shared is None or not isinstance(w13, Tensor) or not self.supports(mixture):
