@@ -20,7 +20,6 @@
 constexpr int MULTIPLIERS = WARPGROUPS * 128;
 constexpr int ROW_GROUPS = WARPGROUPS / K_PARTS;   // tiles of 64 rows of the weight; K_PARTS warpgroups share one
 constexpr int CONSUMERS = ROW_GROUPS * 128;        // threads of the epilogue
-constexpr int WARPS = CONSUMERS / 32;
 constexpr int THREADS = MULTIPLIERS + PRODUCERS;
 constexpr bool GIVES = PRODUCERS == 128;           // a producer warpgroup gives registers to the others
 constexpr int BLOCK_N = ROW_GROUPS * 64;
