@@ -6,11 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from measuring.client import RequestRecord
+from measuring import probe as probes
+from measuring.client import RequestRecord, Target
 from measuring.idle import count_requests
-from measuring.probe import Judgement, Probe, Search, judge, judged
+from measuring.load import LoadRun
+from measuring.online_workloads import Synthetic
+from measuring.probe import Judgement, Probe, Prober, Search, judge, judged
 from measuring.search import Bracket, Verdict, bisect, num_probes
+from measuring.server_process import Served
 from measuring.statistics import Slo, summarize
+from measuring.workload import Lengths
 
 
 def held_below(limit: float, refused: float = float("inf")):
@@ -137,6 +142,26 @@ def test_a_probe_is_hopeless_when_the_rest_cannot_help():
     assert not RULES.hopeless([*bad[:3], *good[4:6]], 100)  # two of the three that missed were the warm-up
     assert RULES.hopeless([*bad, good[4]], 100)
     assert not RULES.hopeless([], 100)
+
+
+def test_requests_that_were_lost_miss(monkeypatch: pytest.MonkeyPatch):
+    """All that ended were in time; two of the last ones still waited when the probe was stopped."""
+    ended = records(50)
+    lost = [RequestRecord(index, float(index), 1000, 2, sent=float(index), error="lost") for index in (50, 51)]
+
+    class Idle:
+        def __init__(self, *_: object) -> None: ...
+
+        def wait(self, _: float) -> float:
+            return 0.0
+
+    monkeypatch.setattr(probes, "run_load", lambda *_, **__: LoadRun(ended, lost, [], 0.1, 60.0))
+    monkeypatch.setattr(probes, "IdleWatch", Idle)
+    prober = Prober(Target("http://h", "m"), Served("m", 4096, 100), seed=0, processes=1, idle_timeout=1)
+    probe = prober.probe(Synthetic("s", Lengths(10, 2, 0.0, 0.0), 102), 1.0, RULES, 0)
+    assert (probe.verdict, probe.stopped, probe.errors) == (Verdict.MISSED, True, [])
+    assert probe.summary is not None
+    assert probe.summary.good_share == pytest.approx(48 / 50)
 
 
 def test_figures_count_from_the_first_judged_request():
