@@ -63,8 +63,8 @@ constexpr int LEFT = 65536 / (THREADS * BLOCKS_OF_SM) / 8 * 8;
 constexpr int REGISTERS = LEFT > 255 ? 255 : CLUSTER == 8 && WARPS == 6 ? 160 : LEFT;
 constexpr bool KEEP_Q = PARTS == 1 && WARPS * BLOCKS_OF_SM <= 12;  // q stays in registers, since there are enough
 
-// How long rows are cut. A row of more than 2 * `min_tiles` tiles has `num_kv_splits` splits, or as many as it takes
-// for splits of at least `min_tiles` and at most `max_tiles` tiles; never more than `max_splits`.
+// Division of long rows into splits. A row of more than 2 * `min_tiles` tiles has `num_kv_splits` splits, or as many as
+// it takes for splits of at least `min_tiles` and at most `max_tiles` tiles; never more than `max_splits`.
 struct Cutting {
   int num_kv_splits, min_tiles, max_tiles, max_splits;
 };

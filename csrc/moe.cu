@@ -1,4 +1,4 @@
-// What surrounds the grouped GEMMs of a mixture of experts (moe_gemm.cu): the choice of each token's experts and their
+// Launches around the grouped GEMMs of a mixture of experts (moe_gemm.cu): the choice of each token's experts and their
 // weights, the plan, which sorts the (token, expert) pairs by expert and cuts them into tiles, and the sum of each
 // token's outputs. The host reads nothing back: it launches for the largest possible number of tiles.
 #include "moe.cuh"

@@ -131,7 +131,7 @@ __device__ __forceinline__ unsigned decode(unsigned word, int k, unsigned zero) 
   }
 }
 
-// What decodes a row's values of a group, each number twice in T: value = level * scale + offset, rounded once. The
+// Numbers that decode a row's values of a group, each twice in T: value = level * scale + offset, rounded once. The
 // level has its zero point subtracted, which is exact, and is too small by LEVEL_UNIT (integers) or E4M3_UNIT.
 struct Scaling { unsigned zero, scale, offset; };
 
@@ -153,7 +153,7 @@ __device__ __forceinline__ Scaling scaling(Scale scale) {
   }
 }
 
-// The same, multiplied by the scale of the group.
+// The k-th two values of a word, decoded to T and multiplied by the scale of their group.
 __device__ __forceinline__ unsigned decode(unsigned word, int k, const Scaling& by) {
   if constexpr (WEIGHT == INT4) {
     unsigned bits = (k < 2 ? word : word >> 8) & (k % 2 == 0 ? 0x000f000f : 0x00f000f0);

@@ -10,7 +10,7 @@
 // to 8 pairs is neither loaded nor multiplied.
 //
 // x is zero beyond its K columns, so K need only be a multiple of 8; the weight has `chunks` whole chunks in K.
-// Of each 16 rows of a gated weight 8 are gates and the next 8 their ups, so that a lane's sums have both. For example
+// In a gated weight, 8 of each 16 rows are gates and the next 8 their ups, so that a lane's sums have both. For example
 // lane 5 of warp 1 has in sums[t] the gate of output 9 for the pairs 8t + 2 and 8t + 3, then the up of output 9 for
 // them.
 // ROUTE, CLAMPED, GELU_TANH: as in moe_gemm.cu. With ROUTE the second product's blocks for the same outputs of a
@@ -47,12 +47,12 @@ static_assert(!WGMMA || HEIGHT == 1 || GROUP <= CHUNK_K);  // `multiply_many` ha
 
 extern __shared__ __align__(1024) unsigned char memory[];  // the ring; then the results
 
-// What a thread reads of a stage's weight: 16 bytes of each chunk, and the scales of its rows.
+// Addresses of a thread's part of a stage's weight: 16 bytes of each chunk, and the scales of its rows.
 struct Share {
   const uint4* words;
   const Scale* scales;
 
-  // The same for the rows 64 * r further.
+  // Addresses for the rows 64 * r further.
   __device__ __forceinline__ Share below(int r) const {
     return {words + r * (W_TILE / 16), scales + r * (S_TILE / 4)};
   }

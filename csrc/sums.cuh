@@ -27,14 +27,14 @@ constexpr int TILES = M_MAX / 8;
 constexpr int OUTPUTS = GATED ? BLOCK_N / 2 : BLOCK_N;
 constexpr bool BY_ROWS = TILES % SPLIT == 0;       // a block adds up rows of x, else columns of y
 
-// Of add_up_rows.
+// Constants of add_up_rows.
 constexpr int OWN_TILES = BY_ROWS ? TILES / SPLIT : 1;  // tiles of eight rows of x that a block adds up
 constexpr int PITCH = OUTPUTS + 8;                 // values of a row of y in shared memory, without bank conflicts
 constexpr int PIECES = OUTPUTS / 8;                // 16-byte pieces of a row of y
 constexpr int COPIES = (OWN_TILES * 8 * PIECES + CONSUMERS - 1) / CONSUMERS;  // of pieces, by a thread
 constexpr bool AHEAD = COPIES <= 4;                // the residual is fetched before the sums are there
 
-// Of add_up_columns.
+// Constants of add_up_columns.
 constexpr int OWN = OUTPUTS / SPLIT;               // columns of y that a block adds up
 constexpr int SLOTS = BLOCK_N / SPLIT;             // rows of the weight that these columns come from
 constexpr int STRIDE = M_MAX + 2;                  // floats of a row of the weight's sums in shared memory
@@ -186,8 +186,8 @@ __device__ __forceinline__ void add_up_rows(
   if (SPLIT > 1) wait_for_cluster();
 }
 
-// Do as add_up_rows, but for this block's share of the columns of y. `memory` gets the block's own sums [owner, row of
-// the weight, row of x] and behind them the received ones [split, row of the weight, row of x].
+// Add up and write this block's share of the columns of y (add_up_rows: of the rows). `memory` gets the block's own
+// sums [owner, row of the weight, row of x] and behind them the received ones [split, row of the weight, row of x].
 __device__ __forceinline__ void add_up_columns(
     const float (*total)[4], float* memory, Barrier* received, int first, int rows, int N,
     const float* row_scales, const T* bias, const RowScale& row_scale, const T* residual, T* out) {

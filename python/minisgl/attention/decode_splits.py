@@ -100,7 +100,7 @@ def decode_splits(
         return DecodeSplits(1, 8, 2, spare_clusters=256)
     if units > 10 * num_sms:  # so many waves that a partial last one counts for little
         return DecodeSplits(1, 4, 4, spare_clusters=256)
-    # As many blocks on a multiprocessor as leave the least of the last wave idle.
+    # The number of blocks on a multiprocessor that leaves the least of the last wave idle.
     blocks = min((3, 4), key=lambda blocks: -(-units // (blocks * num_sms)) * blocks)
     return DecodeSplits(1, 4, blocks, spare_clusters=256)
 

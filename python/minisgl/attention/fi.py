@@ -95,7 +95,7 @@ class FlashInfer:
         return GraphedFlashInfer(self, rows)
 
     def workspace(self, rows: int) -> Tensor:
-        """Room for the partial results of any prefill and of graphed decodes of so many rows, shared by all."""
+        """Return memory for partial results of any prefill and of graphed decodes of so many rows, shared by all."""
         spec, tiles = self.spec, 2 * self._multiprocessors // self.spec.num_kv_heads
         tile = 16 if spec.group <= 16 else 128  # query rows of a decode's tiles; of a prefill's at most 128
         graphed_tiles = max(tiles, -(-rows * spec.group // tile) + rows)
@@ -197,7 +197,7 @@ class GraphedFlashInfer:
             self._remember(wrapper)
 
     def _remember(self, wrapper: Any) -> None:
-        """Keep what the plan rests on: whether rows are split at all, into chunks of how many pages, and how many."""
+        """Keep what the plan depends on: if rows are split, the pages of a chunk, and the chunks of each row."""
         backend, plan = self._backend, [int(value) for value in wrapper._plan_info]
         at, self._split = (plan[7], bool(plan[9])) if backend.plain_decode else (plan[9], bool(plan[14]))
         tokens = int(backend.staging.current[at : at + 4].view(torch.int32).item())

@@ -19,7 +19,7 @@ from minisgl.attention.base import AttentionInputs, AttentionSpec, shorter_windo
 from minisgl.core import Int32Array
 from minisgl.kvcache.pool import KVPool
 
-_MAX_SCORES = 1 << 20  # a head's, that are stored at a time where torch's attention is not used
+_MAX_SCORES = 1 << 20  # scores of a head that are stored at a time where torch's fused attention is not used
 # torch 2.11's memory-efficient attention is right for heads up to here. With the 576 of latent attention an H200 gave
 # wrong results where a chunk's queries left one over from tiles of 32.
 _LARGEST_HEAD = 256
@@ -30,7 +30,7 @@ class Decode(Protocol):
 
     @property
     def tokens(self) -> Tensor | None:
-        """Places of their queries in the step, [R] int64; None if they are the whole step."""
+        """Indices of their queries among the step's tokens, [R] int64; None if they are the whole step."""
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
         """Attend with q [R, heads, d] to keys and values [pages, page_size, kv_heads, d], and return [R, heads, d]."""
@@ -47,7 +47,7 @@ class PaddedDecode:
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
         k = gather_pages(keys, self.pages).to(q.dtype).transpose(1, 2)
         v = k if values is keys else gather_pages(values, self.pages).to(q.dtype).transpose(1, 2)
-        # The query heads that share a KV head stand as so many queries of it: nothing is repeated.
+        # Query heads that share a KV head become several queries of that head, so that K and V are not repeated.
         grouped = q.reshape(q.shape[0], keys.shape[2], -1, q.shape[2])
         if sinks is not None:
             return attend_in_float32(grouped, k, v, self.mask, scale, sinks.view(*grouped.shape[1:3])).reshape(q.shape)
@@ -94,12 +94,12 @@ class TorchPlan:
 class TorchAttention:
     """Implements attention.base.AttentionBackend for any page size, head size and mix of rows."""
 
-    graph_safe = False  # it pads rows to the longest, which a graph would have to take for the longest possible
+    graph_safe = False  # it pads rows to the longest one; a graph would have to pad them to the longest possible
     prefill_graph_safe = False
     upcasts = False
 
     def __init__(self, spec: AttentionSpec, max_scores: int | None = None) -> None:
-        """`max_scores`: queries x keys of a head, at most, of which the scores may be stored at a time; None: any.
+        """`max_scores`: the most scores (queries x keys) of a head that may be stored at a time; None: no limit.
 
         With sinks, latents and large heads they are always stored.
         """

@@ -104,7 +104,7 @@ class Norm(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """How a layer's q, k and v are made from their product: heads, norms and rotary embedding.
+    """Parameters that turn the QKV product into q, k and v: heads, norms and rotary embedding.
 
     cos_sin is float32 [max_positions, head_dim]: cosines in the first half of the last axis, sines in the second; the
     rotation pairs dimension i with i + head_dim / 2 (the "neox" layout).
@@ -172,7 +172,7 @@ class LatentDims(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KernelNeeds:
-    """What a model's steps need kernels for."""
+    """Products, heads and layers of a model that its steps need kernels for."""
 
     dtype: torch.dtype
     kv_dtype: torch.dtype

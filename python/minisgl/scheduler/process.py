@@ -26,7 +26,7 @@ from minisgl.tokenizer.files import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-# Of the glass box (/debug/state).
+# Limits of the glass box (/debug/state).
 WATCH_SECONDS = 15.0  # after a query, during which steps are recorded for the next one
 MAX_SEQUENCES = 128  # most running sequences that are reported, and most waiting ones
 MAX_NODES = 192  # most nodes of the radix tree that are reported
