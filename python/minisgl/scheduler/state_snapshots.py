@@ -1,8 +1,8 @@
 """Snapshots of a hybrid's states: when a running request's state is saved, and where an entering one goes on.
 
-A state is known where a step of its row ends, and never behind. So a snapshot costs a chunk that ends there, and is
-saved when the chunk is planned to have run: in front of the step that follows, by a copy that this step's plan carries.
-The device executes plans in order, so the books need not wait for it: a place may be given to another at once.
+A state is known only where a row of some step ends, so a snapshot costs a chunk that ends there. It is saved in front
+of the next step, by a copy that this step's plan carries. The device executes plans in order, so the host's records
+need not wait for the copy: a place may be given to another snapshot at once.
 
 Snapshots are saved, all at the ends of pages and `distance` tokens apart at least, because a prefill of fewer takes no
 longer than the step that is added (12 ms for Qwen3.5-9B on an H200, as for 500 tokens),
