@@ -90,7 +90,7 @@ class Fp8Gemm:
         kernel = self._compiler.kernel(_quantize_spec, x.dtype, norm_dtype, group, size)
         kernel(
             (rows,),
-            min(-(-size // 256) * 32, _quantize_threads(size)),
+            _quantize_threads(size)[0],
             x=x,
             norm=None if norm is None else norm.weight,
             eps=0.0 if norm is None else norm.eps,
@@ -209,20 +209,21 @@ def _sglang_product() -> Callable[..., Tensor] | None:
     return cast("Callable[..., Tensor]", fp8_scaled_mm)
 
 
-def _quantize_threads(size: int) -> int:
-    """Return the most threads that a row of so many columns gets."""
-    return 1024 if size > 16384 else 512
+def _quantize_threads(size: int) -> tuple[int, int]:
+    """Return the threads for a row of so many columns, and how often each has 8 of them: as evenly as warps allow."""
+    turns = -(-size // 8 // (1024 if size > 16384 else 512))
+    return -(-size // 8 // turns // 32) * 32, turns
 
 
 def _quantize_spec(dtype: torch.dtype, norm_dtype: torch.dtype | None, group: int, size: int) -> KernelSpec:
-    threads = _quantize_threads(size)
+    threads, turns = _quantize_threads(size)
     macros: Macros = {
         "SCALAR": SCALAR_NAMES[dtype],
         "NORM_SCALAR": SCALAR_NAMES[norm_dtype or dtype],
         "NORMED": int(norm_dtype is not None),
         "GROUP": group,
         "THREADS": threads,
-        "TURNS": -(-size // 8 // threads),
+        "TURNS": turns,
     }
     return KernelSpec("quantize.cu", "quantize", macros)
 
