@@ -63,7 +63,8 @@ struct Scale {
   }
   // Argument of `decode`: the zero point as it is subtracted, or the word itself.
   __device__ __forceinline__ unsigned zero() const { return OFFSETS ? word : ONES + (word & 0xff) * 0x10001; }
-  // Where `lift_step` leaves levels undecoded: factors of a group's sum of products, and of its sum of x.
+  // `lift_step` leaves levels undecoded. These are the factors of a group's sum of their products with x, and of its
+  // sum of x, whose total is what decoded values would give.
   __device__ __forceinline__ float of_levels() const { return OFFSETS ? low_of(word) : factor(); }
   __device__ __forceinline__ float of_x(float scale, float lift) const {
     if (OFFSETS) return high_of(word) - scale * (lift + 8);
@@ -181,7 +182,7 @@ __device__ __forceinline__ void decode_step(
 // f16 as subnormal numbers, so divided by LEVEL.
 constexpr float LIFT = Is<T>::bf16 ? 128.f : 0.f, LEVEL = Is<T>::bf16 ? 1.f : 0x1p24f;
 
-// Left operand of step s of a chunk, of undecoded levels.
+// Make the left operand of step s of a chunk from undecoded levels.
 __device__ __forceinline__ void lift_step(unsigned (&a)[4], const uint4& chunk, int s) {
   constexpr unsigned BITS = Is<T>::bf16 ? ONES : 0;
   unsigned row = s < 2 ? chunk.x : chunk.z, other = s < 2 ? chunk.y : chunk.w;

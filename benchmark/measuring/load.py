@@ -250,15 +250,15 @@ async def _send_all(
         told: set[int] = set()
         while not pipe.poll():
             await asyncio.sleep(TICK_SECONDS)
-            first_answered = all(turns[0].record.times or turns[0].record.error for turns in sessions)
+            begun = answered or all(turns[0].record.times or turns[0].record.error for turns in sessions)
             now = time.monotonic() - start
             untold = [record for index, record in running.items() if index not in told]
             lost = [replace(one, error="lost") for one in untold if part.lost and part.lost(one, now)]
             told.update(record.index for record in lost)
-            if ended or lost or first_answered > answered:
-                pipe.send(_Report(ended.copy(), first_answered, lost))
+            if ended or lost or (begun and not answered):
+                pipe.send(_Report(ended.copy(), begun, lost))
                 ended.clear()
-            answered = first_answered
+            answered = begun
 
     done, _ = await asyncio.wait(
         {asyncio.create_task(send()), asyncio.create_task(report())}, return_when=asyncio.FIRST_COMPLETED

@@ -51,8 +51,8 @@ class PushSizes(NamedTuple):
         return max(ranks * self.one_shot, 2 * self.two_shot + ranks * _VECTOR_BYTES)
 
 
-# By number of ranks. Those for 2 ranks were measured on H200 (docs/performance.md). Those for 4 and 8 were not:
-# one_shot is as published for SGLang's kernels of this kind on H200, two_shot is a guess.
+# Limits by the number of ranks. Those for 2 ranks were measured on H200 (docs/performance.md). Those for 4 and 8 were
+# not: one_shot is as published for SGLang's kernels of this kind on H200, two_shot is a guess.
 PUSH_SIZES = {2: PushSizes(4 << 20, 16 << 20), 4: PushSizes(384 << 10, 8 << 20), 8: PushSizes(128 << 10, 8 << 20)}
 
 

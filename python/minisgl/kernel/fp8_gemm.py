@@ -210,7 +210,7 @@ def _sglang_product() -> Callable[..., Tensor] | None:
 
 
 def _quantize_threads(size: int) -> tuple[int, int]:
-    """Return the threads for a row of so many columns, and how often each has 8 of them: as evenly as warps allow."""
+    """Return the threads of a row of so many columns, and the turns of 8 columns each in which all of them work."""
     turns = -(-size // 8 // (1024 if size > 16384 else 512))
     return -(-size // 8 // turns // 32) * 32, turns
 

@@ -70,7 +70,7 @@ _FP8_COSTS = {
     _Block(_LARGE_BLOCK, 1, 2, 1): 2.46,
     _Block(_LARGE_BLOCK, 3, 1, 1): 7.79,
 }
-# With scales of blocks and more than _FEW_ROWS, where the estimate counts the last wave, too.
+# Costs for scales of blocks and more than _FEW_ROWS, fitted to an estimate that also counts the last wave.
 _FP8_BLOCK_COSTS = _FP8_COSTS | {
     _Block(_SOME_ROWS, 1, 2, 1): 1.54,
     _Block(_SOME_ROWS, 3, 1, 1): 3.82,
