@@ -116,7 +116,9 @@ class SamplingParams(msgspec.Struct, frozen=True):
     ] = 1024
     min_p: Annotated[
         float,
-        RequestField("Choose among tokens of at least this share of the likeliest's probability.", 0.05, ge=0, le=1),
+        RequestField(
+            "Choose among tokens of at least this share of the most likely token's probability.", 0.05, ge=0, le=1
+        ),
     ] = 0.0
     seed: Annotated[
         int | None,
@@ -136,17 +138,23 @@ class SamplingParams(msgspec.Struct, frozen=True):
         tuple[int, ...], RequestField("Token ids that end the answer.", [2], max_length=256, entries=(TOKEN_ID,))
     ] = ()
     min_tokens: Annotated[
-        int, RequestField("The answer cannot end by itself before; max_tokens is the most.", 0, ge=0)
+        int,
+        RequestField("The answer does not end by itself before it has this many tokens; at most max_tokens.", 0, ge=0),
     ] = 0
     presence_penalty: Annotated[
-        float, RequestField("Subtracted from the logit of each token that the answer has.", 0.5, ge=-2, le=2)
+        float, RequestField("Subtracted from the logit of each token that the answer already has.", 0.5, ge=-2, le=2)
     ] = 0.0
     frequency_penalty: Annotated[
         float, RequestField("Subtracted from a token's logit for each time that the answer has it.", 0.5, ge=-2, le=2)
     ] = 0.0
     repetition_penalty: Annotated[
         float,
-        RequestField("Divides or multiplies the logits of tokens of prompt and answer; 1: off.", 1.1, ge=0.01, le=10),
+        RequestField(
+            "Divides positive and multiplies negative logits of the tokens of prompt and answer; 1: off.",
+            1.1,
+            ge=0.01,
+            le=10,
+        ),
     ] = 1.0
     logit_bias: Annotated[
         tuple[tuple[int, float], ...],
@@ -171,7 +179,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     bad_words: Annotated[
         tuple[str, ...],
         RequestField(
-            f"Never generated, with and without a space in front; each may have {MAX_BAD_WORD_TOKENS} tokens.",
+            f"Never generated, with or without a space in front; each has at most {MAX_BAD_WORD_TOKENS} tokens.",
             ["foo"],
             max_length=128,
             noun="bad words",
@@ -181,7 +189,12 @@ class SamplingParams(msgspec.Struct, frozen=True):
     bad_words_ids: tuple[tuple[int, ...], ...] = ()  # bad words as token ids: `tokenizer.admission` resolves them
     logprobs: Annotated[
         int | None,
-        RequestField("Most likely alternatives to return with each output token; 0: none.", 2, ge=0, le="max_logprobs"),
+        RequestField(
+            "Most likely alternatives to return with each output token; 0: only the token's own.",
+            2,
+            ge=0,
+            le="max_logprobs",
+        ),
     ] = None
     prompt_logprobs: Annotated[
         int | None,

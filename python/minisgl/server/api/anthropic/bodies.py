@@ -82,7 +82,7 @@ class ConversationBody(Body):
     tools: Annotated[
         list[dict[str, Any]] | None,
         RequestField(
-            "Tools that the model may call. Those that Anthropic defines are passed over.",
+            "Tools that the model may call; those that Anthropic defines are ignored.",
             [{"name": "now", "input_schema": {"type": "object"}}],
         ),
     ] = None
@@ -91,11 +91,11 @@ class ConversationBody(Body):
         RequestField("Its type is auto, any, tool (with a name) or none; disable_parallel_tool_use.", {"type": "auto"}),
     ] = None
     thinking: Annotated[
-        Thinking | None, RequestField("Given to the chat template; none: without reasoning.", {"type": "adaptive"})
+        Thinking | None, RequestField("Given to the chat template; none: no reasoning.", {"type": "adaptive"})
     ] = None
-    output_config: Annotated[OutputConfig | None, RequestField("Effort, and the answer's form.", {"effort": "low"})] = (
-        None
-    )
+    output_config: Annotated[
+        OutputConfig | None, RequestField("Reasoning effort, and the form of the answer.", {"effort": "low"})
+    ] = None
     output_format: Annotated[
         OutputFormat | None,
         RequestField("Older name of output_config.format.", {"type": "json_schema", "schema": {"type": "object"}}),
@@ -114,9 +114,7 @@ class MessagesBody(ConversationBody):
 
     example_fields: ClassVar[tuple[str, ...]] = ("messages", "max_tokens")
 
-    max_tokens: Annotated[
-        int, RequestField("Most tokens to generate; fewer where the context holds no more.", 64, ge=1)
-    ]
+    max_tokens: Annotated[int, RequestField("Most tokens to generate; fewer if the context holds no more.", 64, ge=1)]
     temperature: Annotated[float | None, Temperature] = None
     top_k: Annotated[int | None, SAMPLING["top_k"]] = None
     top_p: Annotated[float | None, SAMPLING["top_p"]] = None

@@ -9,6 +9,7 @@ all of these. Types are strict: "5" and 5.0 are not integers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
@@ -49,17 +50,17 @@ STRING = {"type": "string"}
 STRINGS = {"type": "array", "items": STRING}
 OneOrMoreStrings = Annotated[list[str], BeforeValidator(_as_list), any_of(STRING, STRINGS)]
 
-CacheSalt = Annotated[
-    str | None,
-    RequestField(
-        "Cached prefixes are shared with requests of the same salt only.", "tenant-1", min_length=1, max_length=1024
-    ),
-]
-RequestId = Annotated[
-    str | None,
-    RequestField("Name of the request for /abort, besides its answer's id.", "job-1", min_length=1, max_length=256),
-]
-Priority = Annotated[int, RequestField("Larger goes first among requests that wait.", 0, ge=-1000, le=1000)]
+_CACHE_SALT = RequestField(
+    "Cached prefixes are shared with requests of the same salt only.", "tenant-1", min_length=1, max_length=1024
+)
+_REQUEST_ID = RequestField(
+    "Name by which /abort finds the request, besides its answer's id.", "job-1", min_length=1, max_length=256
+)
+CacheSalt = Annotated[str | None, _CACHE_SALT]
+ExtraKey = Annotated[str | None, replace(_CACHE_SALT, help="SGLang's name of cache_salt.")]
+RequestId = Annotated[str | None, _REQUEST_ID]
+Rid = Annotated[str | None, replace(_REQUEST_ID, help="SGLang's name of request_id.")]
+Priority = Annotated[int, RequestField("Waiting requests with a larger value go first.", 0, ge=-1000, le=1000)]
 Stream = Annotated[bool, RequestField("Answer as server-sent events, ended by [DONE].", False)]
 
 
@@ -73,7 +74,7 @@ class Body(BaseModel):
     no_effect: ClassVar[frozenset[str]] = frozenset()
     example_fields: ClassVar[tuple[str, ...]] = ()  # fields of the example in the OpenAPI document
 
-    model: Annotated[str | None, RequestField("A served name; none: the model.")] = None
+    model: Annotated[str | None, RequestField("One of the model's served names.")] = None
 
     def check_bounds(self, limits: Limits) -> None:
         """Raise InvalidRequest for the first value outside the bounds that this class declares."""
@@ -91,7 +92,7 @@ class QueuedBody(Body):
 
     cache_salt: CacheSalt = None
     request_id: RequestId = None
-    rid: RequestId = None  # SGLang's name of the same
+    rid: Rid = None
     priority: Priority = 0
 
     @property
@@ -181,15 +182,19 @@ class RequestBody(SamplingBody):
     stop: OneOrMoreStrings = Field([])
     prompt_logprobs: int | None = None
 
-    skip_special_tokens: Annotated[bool, RequestField("Leave special tokens out of the text.", True)] = True
-    include_stop_str_in_output: Annotated[bool, RequestField("The text ends with what stopped it.", False)] = False
+    skip_special_tokens: Annotated[bool, RequestField("Leave special tokens out of the answer's text.", True)] = True
+    include_stop_str_in_output: Annotated[
+        bool, RequestField("Keep the stop string or token at the end of the text.", False)
+    ] = False
     no_stop_trim: Annotated[bool, RequestField("SGLang's name of include_stop_str_in_output.", False)] = False
     return_token_ids: Annotated[bool, RequestField("Return token_ids and prompt_token_ids.", False)] = False
     truncate_prompt_tokens: Annotated[
         int | None,
-        RequestField("Keep so many tokens of the prompt's end; -1: as many as fit.", 512, ge=-1, le="max_seq_len"),
+        RequestField(
+            "Keep this many tokens of the prompt, from its end; -1: as many as fit.", 512, ge=-1, le="max_seq_len"
+        ),
     ] = None
-    extra_key: CacheSalt = None  # SGLang's name of cache_salt
+    extra_key: ExtraKey = None
     stream: Stream = False
 
     response_format: Annotated[

@@ -23,10 +23,10 @@ from minisgl.server.api.bodies.request_body import (
     STRING,
     STRINGS,
     Body,
-    CacheSalt,
+    ExtraKey,
     Priority,
     RequestBody,
-    RequestId,
+    Rid,
     Stream,
     any_of,
 )
@@ -47,7 +47,7 @@ _MESSAGE = {
         "name": STRING,
     },
 }
-_Prompt = RequestField("Text, or token ids, to go on from.", "The capital of France is")
+_Prompt = RequestField("Text, or token ids, that the answer continues.", "The capital of France is")
 _Messages = RequestField(
     "The conversation, oldest message first.",
     [{"role": "user", "content": "What is the capital of France?"}],
@@ -58,9 +58,9 @@ _Messages = RequestField(
 Messages = Annotated[list[Annotated[dict[str, Any], WithJsonSchema(_MESSAGE)]], _Messages]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TemplateKwargs = Annotated[
-    dict[str, Any], RequestField("Given to the chat template by name.", {"enable_thinking": False})
+    dict[str, Any], RequestField("Arguments that the chat template gets by name.", {"enable_thinking": False})
 ]
-ParallelToolCalls = Annotated[bool, RequestField("An answer may have more than one call.", True)]
+ParallelToolCalls = Annotated[bool, RequestField("An answer may have more than one tool call.", True)]
 Prompt = Annotated[Any, any_of(STRING, STRINGS, IDS, {"type": "array", "items": IDS}), _Prompt]
 
 
@@ -122,9 +122,12 @@ class ConversationBody(Body):
     ] = None
     chat_template_kwargs: TemplateKwargs = Field({})
     add_generation_prompt: Annotated[
-        bool | None, RequestField("The prompt ends with the begin of an answer; none: unless continued.", True)
+        bool | None,
+        RequestField(
+            "Begin the assistant's message at the end of the prompt; none: unless the last message is continued.", True
+        ),
     ] = None
-    continue_final_message: Annotated[bool, RequestField("The answer goes on from the last message.", False)] = False
+    continue_final_message: Annotated[bool, RequestField("The answer continues the last message.", False)] = False
 
     def tool_use(self) -> ToolUse:
         """Return the tools, given in the form of today or the one before; InvalidRequest naming what is wrong."""
@@ -179,18 +182,19 @@ class ChatBody(OpenAIBody, ConversationBody):
     logprobs: Annotated[bool, RequestField("Return log-probabilities of the answer's tokens.", False)] = False
     top_logprobs: Annotated[
         int | None,
-        RequestField("Most likely alternatives to return with each; needs logprobs.", 0, ge=0, le="max_logprobs"),
+        RequestField("Most likely alternatives to return with each token; needs logprobs.", 0, ge=0, le="max_logprobs"),
     ] = None
-    max_tokens: Annotated[
-        int | None, RequestField("Older name of max_completion_tokens; none: as many as fit.", 64, ge=0)
-    ] = None
+    max_tokens: Annotated[int | None, RequestField("Older name of max_completion_tokens.", 64, ge=0)] = None
     max_completion_tokens: Annotated[
-        int | None, RequestField("Most tokens to generate; 0 scores the prompt alone, with prompt_logprobs.", 64, ge=0)
+        int | None,
+        RequestField(
+            "Most tokens to generate; 0 scores the prompt alone, with prompt_logprobs; none: as many as fit.", 64, ge=0
+        ),
     ] = None
     include_reasoning: Annotated[bool, RequestField("Write the reasoning (vLLM).", True)] = True
     separate_reasoning: Annotated[bool, RequestField("The reasoning is no part of the content (SGLang).", True)] = True
     echo: Annotated[bool, RequestField("The answer begins with the message that it continues.", False)] = False
-    service_tier: Annotated[str | None, RequestField("Told again in the answer.", "auto", max_length=64)] = None
+    service_tier: Annotated[str | None, RequestField("Returned with the answer.", "auto", max_length=64)] = None
 
     @property
     def token_limit(self) -> int | None:
@@ -214,11 +218,13 @@ class CompletionBody(OpenAIBody):
 
     prompt: Prompt
     max_tokens: int | None = 16  # OpenAI's default
-    add_special_tokens: Annotated[bool, RequestField("Add BOS and its like to prompts of text.", True)] = True
+    add_special_tokens: Annotated[
+        bool, RequestField("Add the tokenizer's special tokens, such as BOS, to prompts that are text.", True)
+    ] = True
     logprobs: int | None = None
     echo: Annotated[bool, RequestField("The answer begins with the prompt.", False)] = False
     best_of: Annotated[
-        int | None, RequestField("Generate this many and return the n likeliest.", 1, ge=1, le="max_choices")
+        int | None, RequestField("Generate this many answers and return the n most likely.", 1, ge=1, le="max_choices")
     ] = None
 
     @property
@@ -295,7 +301,7 @@ class SglangBody(Body):
             "Fields of GenerateBody; also max_new_tokens, min_new_tokens and sampling_seed.", {"max_new_tokens": 64}
         ),
     ] = Field({})
-    rid: RequestId = None
+    rid: Rid = None
     return_logprob: Annotated[bool, RequestField("Return log-probabilities.", False)] = False
     logprob_start_len: Annotated[
         int, RequestField("Position of the first token of the prompt that is scored; -1: none is.", -1, ge=-1)
@@ -303,8 +309,10 @@ class SglangBody(Body):
     top_logprobs_num: Annotated[
         int, RequestField("Most likely alternatives to return with each token.", 0, ge=0, le="max_logprobs")
     ] = 0
-    return_text_in_logprobs: Annotated[bool, RequestField("With the text of each token.", False)] = False
-    extra_key: CacheSalt = None
+    return_text_in_logprobs: Annotated[
+        bool, RequestField("Return the text of each token with its log-probability.", False)
+    ] = False
+    extra_key: ExtraKey = None
     priority: Priority = 0
     stream: Stream = False
 
@@ -317,7 +325,7 @@ class TokenizeBody(ConversationBody):
     prompt: Annotated[str | None, RequestField("Text; this or messages.", "Hello")] = None
     messages: Annotated[list[Annotated[dict[str, Any], WithJsonSchema(_MESSAGE)]] | None, _Messages] = None
     add_special_tokens: Annotated[
-        bool | None, RequestField("Add BOS and its like; none: as generation does.", True)
+        bool | None, RequestField("Add the tokenizer's special tokens, such as BOS; none: as generation does.", True)
     ] = None
     return_token_strs: Annotated[bool, RequestField("Return token_strs, the text of each token.", False)] = False
 

@@ -21,9 +21,11 @@ Input = Annotated[
 ]
 Instruction = Annotated[
     str | None,
-    RequestField("Task that a reranker is told; none: that of its form of prompt.", "Find answers", max_length=65_536),
+    RequestField(
+        "Task that the reranker's prompt names; none: the default of its prompt.", "Find answers", max_length=65_536
+    ),
 ]
-UseActivation = Annotated[bool | None, RequestField("Probabilities; false: logits.", True)]
+UseActivation = Annotated[bool | None, RequestField("Return probabilities; false: logits.", True)]
 
 
 class PoolingBody(QueuedBody):
@@ -46,15 +48,15 @@ class PoolingBody(QueuedBody):
     truncate_prompt_tokens: Annotated[
         int | None,
         RequestField(
-            "Keep so many tokens of each text, of a pair by cutting its document; -1: as many as fit; none: longer "
-            "texts than the context are refused.",
+            "Keep this many tokens of each text; of a pair the document is cut; -1: as many as fit; none: a text that "
+            "is longer than the context is refused.",
             512,
             ge=-1,
             le="max_seq_len",
         ),
     ] = None
     truncation_side: Annotated[
-        Literal["left", "right"] | None, RequestField("Where a text is cut; none: right, at its end.", "right")
+        Literal["left", "right"] | None, RequestField("Side on which a text is cut; none: right, at its end.", "right")
     ] = None
     add_special_tokens: Annotated[bool, RequestField("Add the tokenizer's special tokens to texts.", True)] = True
 
@@ -76,9 +78,11 @@ class VectorsBody(PoolingBody):
         Literal["float", "base64"], RequestField("float: a list of numbers; base64: little-endian float32.", "float")
     ] = "float"
     dimensions: Annotated[
-        int | None, RequestField("Cut each embedding to so many values, of length 1 again; none: all.", 256, ge=1)
+        int | None, RequestField("Keep this many values of each embedding, normalized again; none: all.", 256, ge=1)
     ] = None
-    normalize: Annotated[bool | None, RequestField("Embeddings have length 1; none: as the model says.", True)] = None
+    normalize: Annotated[
+        bool | None, RequestField("Scale embeddings to an L2 norm of 1; none: as the model's files say.", True)
+    ] = None
     use_activation: Annotated[
         bool | None, RequestField("vLLM's name of normalize; false gives the logits of classes.", True)
     ] = None
@@ -95,7 +99,10 @@ class EmbeddingsBody(VectorsBody):
 class PoolBody(VectorsBody):
     """POST /pooling"""
 
-    task: Annotated[Literal["embed", "classify"] | None, RequestField("None: what the model makes.", "embed")] = None
+    task: Annotated[
+        Literal["embed", "classify"] | None,
+        RequestField("Kind of vector; none: the one that the model makes.", "embed"),
+    ] = None
 
 
 class ClassifyBody(PoolingBody):
@@ -157,12 +164,14 @@ class RerankBody(PairsBody):
 
     example_fields: ClassVar[tuple[str, ...]] = ("query", "documents")
 
-    query: Annotated[str, RequestField("What the documents are ranked for.", "What is the capital of France?")]
+    query: Annotated[str, RequestField("Text that the documents are ranked for.", "What is the capital of France?")]
     documents: Annotated[
         list[Annotated[Any, WithJsonSchema(_DOCUMENT)]],
         RequestField("Texts, or objects with a text.", ["Paris is the capital.", "Rome is old."], min_length=1),
     ]
-    top_n: Annotated[int | None, RequestField("Return the best so many; none or 0: all.", 3, ge=0)] = None
+    top_n: Annotated[int | None, RequestField("Return this many of the best documents; none or 0: all.", 3, ge=0)] = (
+        None
+    )
     return_documents: Annotated[bool, RequestField("Return the documents' texts.", True)] = True
 
 

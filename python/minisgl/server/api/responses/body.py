@@ -90,7 +90,7 @@ class ResponsesBody(RequestBody):
         BeforeValidator(_as_items),
         any_of(STRING, {"type": "array", "items": _ITEM}),
         RequestField(
-            "A message of the user, or items: messages, calls of functions and their outputs, reasoning.",
+            "A message of the user, or items: messages, function calls and their outputs, reasoning.",
             "What is the capital of France?",
         ),
     ]
@@ -98,9 +98,9 @@ class ResponsesBody(RequestBody):
         str | None, RequestField("System message before the input; not kept for later responses.", "Answer briefly.")
     ] = None
     previous_response_id: Annotated[
-        str | None, RequestField("Response to go on from; needs --response-store.", "resp_1")
+        str | None, RequestField("Response whose conversation goes on; needs --response-store.", "resp_1")
     ] = None
-    store: Annotated[bool, RequestField("Keep the response, if the server has a --response-store.", False)] = True
+    store: Annotated[bool, RequestField("Keep the response, if the server runs with --response-store.", False)] = True
     max_output_tokens: Annotated[
         int | None, RequestField("Most tokens to generate, reasoning included; none: as many as fit.", 64, ge=1)
     ] = None
@@ -109,7 +109,7 @@ class ResponsesBody(RequestBody):
     tools: Annotated[
         list[dict[str, Any]] | None,
         RequestField(
-            "Functions that the model may call; tools of other types are passed over with a warning.",
+            "Functions that the model may call; tools of other types are ignored with a warning.",
             [{"type": "function", "name": "now"}],
         ),
     ] = None
@@ -119,7 +119,10 @@ class ResponsesBody(RequestBody):
         TextOptions | None,
         RequestField("Form of the answer: text, json_object or json_schema.", {"format": {"type": "json_object"}}),
     ] = None
-    reasoning: Annotated[ReasoningOptions | None, RequestField("How much the model thinks.", {"effort": "low"})] = None
+    reasoning: Annotated[
+        ReasoningOptions | None,
+        RequestField("How much the model reasons: its effort goes to the chat template.", {"effort": "low"}),
+    ] = None
     include: Annotated[
         list[str],
         RequestField(
