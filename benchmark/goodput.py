@@ -208,7 +208,7 @@ def running(contestant: Contestant, args: argparse.Namespace) -> Iterator[Prober
     if contestant.base_url is not None:
         yield prober(contestant.base_url)
         return
-    with ServerProcess(contestant.command, timeout=args.start_timeout) as server:
+    with ServerProcess(contestant.command, timeout=args.start_timeout, api_key=api_key) as server:
         print(f"{contestant.name} is ready after {server.start_seconds:.1f} s", flush=True)
         yield prober(server.base_url)
 

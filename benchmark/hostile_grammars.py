@@ -34,8 +34,8 @@ PATIENCE_SECONDS = 180.0
 class DemoServer(ServerProcess):
     """A server of the demo model on a free port."""
 
-    def __init__(self, *flags: str) -> None:
-        super().__init__([sys.executable, "-m", "minisgl", "--model", "demo", "--port", "0", *flags])
+    def __init__(self, *flags: str, api_key: str | None = None) -> None:
+        super().__init__([sys.executable, "-m", "minisgl", "--model", "demo", "--port", "0", *flags], api_key=api_key)
 
     def chat(self, key: str = "none", **fields: Any) -> tuple[int, float, str]:
         """Return status, seconds and the text of an error of one answer."""
@@ -137,7 +137,7 @@ def send_queue(num_hard: int, keys: list[str]) -> None:
     flags = [flag for key in keys for flag in ("--api-key", key)]
     hostile, honest = keys[0] if keys else "none", keys[-1] if keys else "none"
     fields = {"a": {"type": "string", "maxLength": 20}, "b": {"type": "integer"}}
-    with DemoServer(*flags) as server, ThreadPoolExecutor(num_hard) as pool:
+    with DemoServer(*flags, api_key=honest if keys else None) as server, ThreadPoolExecutor(num_hard) as pool:
         server.chat(honest, regex="warm|up")
         begin = time.perf_counter()
         hard = [pool.submit(server.chat, hostile, regex=HARD.format(number=number + 2)) for number in range(num_hard)]

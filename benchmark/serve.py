@@ -157,7 +157,9 @@ def main() -> None:
     with ExitStack() as stack:
         base_url = args.base_url
         if command:
-            server = stack.enter_context(ServerProcess(command, base_url=base_url, timeout=args.start_timeout))
+            server = stack.enter_context(
+                ServerProcess(command, base_url=base_url, timeout=args.start_timeout, api_key=api_key)
+            )
             base_url = server.base_url
             print(f"the server is ready after {server.start_seconds:.1f} s", file=sys.stderr)
         served = ask_served(base_url, model=args.model, context=args.context, vocab_size=args.vocab, api_key=api_key)

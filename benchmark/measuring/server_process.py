@@ -37,7 +37,10 @@ class Served:
 
 
 class ServerProcess:
-    """A server as a child process. Without `base_url`, the address is read from its output ("... on http://...")."""
+    """A server as a child process. Without `base_url`, the address is read from its output ("... on http://...").
+
+    `api_key` is one of the server's keys, if it has any: without it the server would never seem to be ready.
+    """
 
     def __init__(
         self,
@@ -46,6 +49,7 @@ class ServerProcess:
         base_url: str | None = None,
         timeout: float = 300.0,
         env: dict[str, str] | None = None,
+        api_key: str | None = None,
     ) -> None:
         begin = time.monotonic()
         self._log = tempfile.TemporaryFile(prefix="server-", suffix=".log")  # noqa: SIM115
@@ -58,18 +62,18 @@ class ServerProcess:
             start_new_session=True,  # all of it can be ended together
         )
         try:
-            self.base_url = self._wait_ready(base_url, begin + timeout)
+            self.base_url = self._wait_ready(base_url, api_key, begin + timeout)
         except BaseException:
             self.close()
             raise
         self.start_seconds = time.monotonic() - begin
 
-    def _wait_ready(self, base_url: str | None, deadline: float) -> str:
+    def _wait_ready(self, base_url: str | None, api_key: str | None, deadline: float) -> str:
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise LaunchFailed(f"the server ended with {self.process.returncode}:\n{self.log()[-2000:]}")
             url = base_url or self._said_url()
-            if url is not None and get_json(f"{url}/v1/models") is not None:
+            if url is not None and get_json(f"{url}/v1/models", api_key) is not None:
                 return url
             time.sleep(0.1)
         raise LaunchFailed(f"the server was not ready in time:\n{self.log()[-2000:]}")
