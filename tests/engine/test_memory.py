@@ -10,7 +10,7 @@ import torch
 from minisgl import LLM
 from minisgl.attention.base import AttentionInputs, AttentionPlan
 from minisgl.config import ConfigError, EngineConfig
-from minisgl.engine.memory import CPU_POOL_LIMIT, Needs, Room, pool_pages, room_for_pool
+from minisgl.engine.memory import CPU_POOL_LIMIT, MemoryBudget, Needs, memory_budget, pool_pages
 from minisgl.engine.memory_trial import largest_step, longest_step, run_trial
 from minisgl.limits import MAX_LOGPROBS
 
@@ -18,49 +18,49 @@ CONFIG = EngineConfig(model_path="")
 GIB = 1 << 30
 
 
-def room(pool: int) -> Room:
-    return Room(pool, total=100_000, free=60_000, needs=Needs(steps=40, graphs=60))
+def budget(pool: int) -> MemoryBudget:
+    return MemoryBudget(pool, total=100_000, free=60_000, needs=Needs(steps=40, graphs=60))
 
 
 def test_as_many_as_fit_and_are_useful() -> None:
-    assert pool_pages(CONFIG, pool_bytes=lambda pages: 100 * pages, useful_pages=1000, room=room(5050)) == 50
-    assert pool_pages(CONFIG, pool_bytes=lambda pages: 100 * pages, useful_pages=20, room=room(5050)) == 20
-    assert pool_pages(CONFIG, pool_bytes=lambda pages: 100 * pages, useful_pages=20, room=room(150)) == 1
+    assert pool_pages(CONFIG, pool_bytes=lambda pages: 100 * pages, useful_pages=1000, budget=budget(5050)) == 50
+    assert pool_pages(CONFIG, pool_bytes=lambda pages: 100 * pages, useful_pages=20, budget=budget(5050)) == 20
+    assert pool_pages(CONFIG, pool_bytes=lambda pages: 100 * pages, useful_pages=20, budget=budget(150)) == 1
 
 
 def test_what_the_user_asks_for() -> None:
     config = EngineConfig(model_path="", num_pages=7)
-    assert pool_pages(config, pool_bytes=lambda pages: 100 * pages, useful_pages=5, room=room(5050)) == 7
+    assert pool_pages(config, pool_bytes=lambda pages: 100 * pages, useful_pages=5, budget=budget(5050)) == 7
 
 
 def test_too_many_pages_name_the_values_that_fit() -> None:
     config = EngineConfig(model_path="", num_pages=40, memory_ratio=0.5)
-    of_80_gib = Room(pool=30 * GIB, total=80 * GIB, free=70 * GIB, needs=Needs(2 * GIB, GIB))
+    of_80_gib = MemoryBudget(pool=30 * GIB, total=80 * GIB, free=70 * GIB, needs=Needs(2 * GIB, GIB))
     with pytest.raises(ConfigError, match=r"40 pages.*40\.00 GiB.*there are 30\.00 GiB") as error:
-        pool_pages(config, pool_bytes=lambda pages: GIB * pages, useful_pages=5, room=of_80_gib)
+        pool_pages(config, pool_bytes=lambda pages: GIB * pages, useful_pages=5, budget=of_80_gib)
     assert "of 80.00 GiB 70.00 are free, 2.00 go to steps and 1.00 to CUDA graphs" in str(error.value)
     assert str(error.value).endswith("What would do: --num-pages 30, or --memory-ratio 0.63")
     # They do.
-    more = Room(pool=30 * GIB + int(0.13 * 80 * GIB), total=80 * GIB, free=70 * GIB)
-    assert pool_pages(config, pool_bytes=lambda pages: GIB * pages, useful_pages=5, room=more) == 40
+    more = MemoryBudget(pool=30 * GIB + int(0.13 * 80 * GIB), total=80 * GIB, free=70 * GIB)
+    assert pool_pages(config, pool_bytes=lambda pages: GIB * pages, useful_pages=5, budget=more) == 40
 
 
 def test_not_even_one_page_fits() -> None:
     with pytest.raises(ConfigError, match=r"too little memory.*--memory-ratio 0\.91$"):
-        pool_pages(CONFIG, pool_bytes=lambda pages: 100 * pages, useful_pages=5, room=room(-3))
+        pool_pages(CONFIG, pool_bytes=lambda pages: 100 * pages, useful_pages=5, budget=budget(-3))
     with pytest.raises(ConfigError, match=r"more ranks \(--tp\)"):
-        pool_pages(CONFIG, pool_bytes=lambda pages: 100 * pages, useful_pages=5, room=room(-50_000))
+        pool_pages(CONFIG, pool_bytes=lambda pages: 100 * pages, useful_pages=5, budget=budget(-50_000))
 
 
 def test_ranks_on_one_machine_share_its_memory() -> None:
     cpu = torch.device("cpu")
-    alone, four = (room_for_pool(cpu, 0.5, tp_size, Needs()).pool for tp_size in (1, 4))
+    alone, four = (memory_budget(cpu, 0.5, tp_size, Needs()).pool for tp_size in (1, 4))
     assert four <= alone // 3
 
 
 @pytest.mark.parametrize("ratio", [1e-4, 0.5])
 def test_on_the_cpu_a_share_of_the_free_memory_is_taken_but_never_very_much(ratio: float) -> None:
-    found = room_for_pool(torch.device("cpu"), ratio, 1, Needs())
+    found = memory_budget(torch.device("cpu"), ratio, 1, Needs())
     assert 1 << 20 < found.free < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert found.pool == pytest.approx(min(ratio * found.free, CPU_POOL_LIMIT), abs=1)
 

@@ -3,7 +3,7 @@
 The oracle is a plain list of cached prefixes in the order of their last use. A page's content stands for keys and
 values, which depend on all tokens before: the prefix up to the page's end. Every step compares the cache with the
 oracle, and the pages with the requests that believe to own them. Snapshots are saved behind cached pages, more of them
-than there are places; their oracle is a list of prefixes, too, and a place's content the prefix it was saved for.
+than there are entries; their oracle is a list of prefixes, too, and an entry's content the prefix it was saved for.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Requests(RuleBasedStateMachine):
         self.pool = PagePool(num_pages, self.cache)
         self.oracle = Oracle(page_size, keeps=self.kind == "radix")
         self.content: dict[int, Prefix] = {}
-        self.saved: dict[int, Prefix] = {}  # content of the store's places
+        self.saved: dict[int, Prefix] = {}  # content of the store's entries
         self.prompts: list[list[int]] = []
         self.requests: list[Running] = []
 
@@ -188,7 +188,7 @@ class Requests(RuleBasedStateMachine):
             assert prefix in snapshots
             return
         saved, evicted = self.store.saved, self.store.evicted
-        if len(snapshots) == self.store.num_places:
+        if len(snapshots) == self.store.num_entries:
             evicted += 1
             snapshots.pop(0)
         snapshots.append(prefix)
@@ -319,7 +319,7 @@ class Requests(RuleBasedStateMachine):
         assert self.cache.evictable_pages == len(self.oracle.evictable())
 
     @invariant()
-    def snapshots_go_with_their_pages_and_places_have_one_owner(self) -> None:
+    def snapshots_go_with_their_pages_and_entries_have_one_owner(self) -> None:
         self.store.check()
         self.oracle.snapshots = [prefix for prefix in self.oracle.snapshots if prefix in self.oracle.pages]
         assert [self.content[page] for page in self.store.pages()] == self.oracle.snapshots

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minisgl.config import ConfigError, EngineConfig
-from minisgl.engine.memory import Room, describe_states, pool_pages, slots_with_states, snapshots_with_room
+from minisgl.engine.memory import MemoryBudget, describe_states, pool_pages, slots_that_fit, snapshots_that_fit
 from minisgl.kvcache.layout import KVLayout, Store, paged_kv
 from minisgl.kvcache.pool import KVPool
 
@@ -30,9 +30,9 @@ def test_stores_by_slot_are_subtracted_before_pages_are_counted() -> None:
     assert layout.pool_bytes(1) == 16 * 2 * 2 * 256 * 2, "states take nothing of a page"
     assert layout.state_bytes(num_slots=7) == 3 * 8 * (2 << 20), "the scratch slot has a state too"
     device = 3 * 8 * (2 << 20) + 100 * layout.pool_bytes(1) + 5
-    room = Room(device - layout.state_bytes(7), total=device, free=device)
+    budget = MemoryBudget(device - layout.state_bytes(7), total=device, free=device)
     config = EngineConfig(model_path="")
-    assert pool_pages(config, pool_bytes=layout.pool_bytes, useful_pages=1000, room=room) == 100
+    assert pool_pages(config, pool_bytes=layout.pool_bytes, useful_pages=1000, budget=budget) == 100
     pool = KVPool(layout, 10, CPU, num_slots=7)
     assert [tuple(tensor.shape) for tensor in pool.states(1)] == [(8, 32, 128, 128)]
     assert sum(pool.states(layer)[0].nbytes for layer in range(3)) == layout.state_bytes(7)
@@ -42,22 +42,22 @@ def test_stores_by_slot_are_subtracted_before_pages_are_counted() -> None:
 
 def test_states_limit_the_running_requests() -> None:
     layout = KVLayout(16, ((Store((1 << 20,), torch.float32, per="slot"),), paged_kv(2, 256, BF16)))
-    assert slots_with_states(256, layout, room=4096 << 20) == 256
-    assert slots_with_states(256, layout, room=1024 << 20) == 127, "half of it in states of 4 MiB, one of them scratch"
-    assert slots_with_states(256, layout, room=1 << 20) == 1
+    assert slots_that_fit(256, layout, budget=4096 << 20) == 256
+    assert slots_that_fit(256, layout, budget=1024 << 20) == 127, "half of it in states of 4 MiB, one of them scratch"
+    assert slots_that_fit(256, layout, budget=1 << 20) == 1
     described = describe_states(layout, 127, 256, 9)
     assert "keep 4.0 MiB of each running request, so 127 requests run at a time and not 256; up to 9" in described
 
 
 def test_snapshots_take_a_share_of_what_the_states_leave() -> None:
     layout = KVLayout(16, ((Store((1 << 20,), torch.float32, per="slot"),), paged_kv(2, 256, BF16)))
-    room = 100 * layout.slot_bytes + 5
-    assert snapshots_with_room(None, 19, layout, room) == 20, "a quarter of 80"
-    assert snapshots_with_room(None, 3, layout, room) == 12, "no more than 4 for each running request"
-    assert snapshots_with_room(None, 200, layout, room) == 0
-    assert [snapshots_with_room(wanted, 19, layout, room) for wanted in (0, 80)] == [0, 80]
+    budget = 100 * layout.slot_bytes + 5
+    assert snapshots_that_fit(None, 19, layout, budget) == 20, "a quarter of 80"
+    assert snapshots_that_fit(None, 3, layout, budget) == 12, "no more than 4 for each running request"
+    assert snapshots_that_fit(None, 200, layout, budget) == 0
+    assert [snapshots_that_fit(wanted, 19, layout, budget) for wanted in (0, 80)] == [0, 80]
     with pytest.raises(ConfigError, match=r"^--state-snapshots 81 would take 0\.32 GiB of 0\.31 GiB"):
-        snapshots_with_room(81, 19, layout, room)
+        snapshots_that_fit(81, 19, layout, budget)
 
 
 def test_states_are_copied_in_order_and_in_all_layers() -> None:

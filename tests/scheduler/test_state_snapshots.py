@@ -95,7 +95,7 @@ def test_a_conversation_goes_on_from_its_last_answer(overlap: bool) -> None:
     assert told(world, "snapshots") == [3], "the first prompt's, and of each answer the last"
 
 
-def test_answers_leave_the_places_to_prompts_where_there_are_few() -> None:
+def test_answers_leave_the_entries_to_prompts_where_there_are_few() -> None:
     world = make_world(snapshots=3)
     prompts = [tokens(seed, 20) for seed in range(3)]
     ask(world, *prompts, max_tokens=40)

@@ -16,13 +16,14 @@ from minisgl.core import AnyArray, Batch, Int32Array, PendingStep, StepResult
 from minisgl.distributed import TPGroup
 from minisgl.engine.device import resolve_device, resolve_dtype
 from minisgl.engine.forward import ForwardOutput
-from minisgl.engine.graph_sizes import graph_sizes
+from minisgl.engine.graph_sizes import GraphSizes, graph_sizes
 from minisgl.engine.graph_trial import sizes_that_hold
 from minisgl.engine.graphs import DecodeGraphs, Graphs, samples_from_graph
-from minisgl.engine.memory import CPU_SEQUENCES, Needs, pool_size, room_for_pool
+from minisgl.engine.memory import CPU_SEQUENCES, Needs, memory_budget, pool_size
 from minisgl.engine.memory_trial import measure_needs
 from minisgl.engine.parts import Phase, RunnerParts, divide_logits, load_parts
 from minisgl.engine.step_costs import estimate, measure
+from minisgl.kvcache.layout import KVLayout
 from minisgl.kvcache.window import WindowGroup
 from minisgl.limits import Limits
 from minisgl.models.config.model_config import ModelConfig
@@ -66,10 +67,7 @@ class Engine:
         )
         self._queue = parts.queue
         self.num_slots, self.num_snapshots = parts.num_slots, parts.num_snapshots
-        sizes = graph_sizes(config, parts, max_prefill_tokens)
-        if sizes is not None and parts.model.graphs_by_trial:
-            with phase("try CUDA graphs"):
-                sizes = self._queue.call(partial(sizes_that_hold, parts, sizes, context_len, tp))
+        sizes = self._graph_sizes(config, parts, phase, context_len, max_prefill_tokens)
         if sizes is not None and tp.size > 1 and parts.model.divides_logits:
             divided = self._queue.call(partial(divide_logits, tp, parts.sampler, sizes.decode[-1], model, self.dtype))
             parts = dataclasses.replace(parts, divided=divided)
@@ -79,16 +77,7 @@ class Engine:
                 needs = self._queue.call(lambda: measure_needs(parts, sizes, context_len, max_prefill_tokens))
         with phase("allocate the KV cache"):
             layout = parts.attention.kv_layout
-            room = room_for_pool(self.device, config.memory_ratio, tp.size, needs)
-            state_bytes = layout.state_bytes(self.num_slots, self.num_snapshots)
-            self.num_pages, num_window_pages = pool_size(
-                config,
-                layout,
-                dataclasses.replace(room, pool=tp.smallest(room.pool) - state_bytes),
-                useful_sequences=self.num_slots if self.device.type == "cuda" else min(self.num_slots, CPU_SEQUENCES),
-                context_len=context_len,
-                max_prefill_tokens=max_prefill_tokens,
-            )
+            self.num_pages, num_window_pages = self._pool_size(config, layout, needs, context_len, max_prefill_tokens)
             if layout.window is not None:
                 self.window = WindowGroup(layout.window, num_window_pages)
             # A sequence must fit into the pool alone.
@@ -107,6 +96,31 @@ class Engine:
             with phase("capture CUDA graphs"), progress_bar("CUDA graphs", len(sizes), shown=progress) as bar:
                 self._graphs = self._queue.call(lambda: Graphs(self._runner, sizes, max_seq_len, bar.update))
         self.step_cost: StepCost | None = self._step_cost(parts, model, phase, max_prefill_tokens)
+
+    def _graph_sizes(
+        self, config: EngineConfig, parts: RunnerParts, phase: Phase, context_len: int, max_prefill_tokens: int
+    ) -> GraphSizes | None:
+        """Return the sizes of CUDA graphs; if the model says so, only those whose results a trial finds right."""
+        sizes = graph_sizes(config, parts, max_prefill_tokens)
+        if sizes is None or not parts.model.graphs_by_trial:
+            return sizes
+        with phase("try CUDA graphs"):
+            return self._queue.call(partial(sizes_that_hold, parts, sizes, context_len, self._tp))
+
+    def _pool_size(
+        self, config: EngineConfig, layout: KVLayout, needs: Needs, context_len: int, max_prefill_tokens: int
+    ) -> tuple[int, int]:
+        """Return the pages of the KV pool and of its windowed group, the same on all ranks."""
+        budget = memory_budget(self.device, config.memory_ratio, self._tp.size, needs)
+        for_pages = self._tp.smallest(budget.pool) - layout.state_bytes(self.num_slots, self.num_snapshots)
+        return pool_size(
+            config,
+            layout,
+            dataclasses.replace(budget, pool=for_pages),
+            useful_sequences=self.num_slots if self.device.type == "cuda" else min(self.num_slots, CPU_SEQUENCES),
+            context_len=context_len,
+            max_prefill_tokens=max_prefill_tokens,
+        )
 
     def _step_cost(
         self, parts: RunnerParts, model: ModelConfig, phase: Phase, max_prefill_tokens: int

@@ -1,4 +1,4 @@
-"""Division of a device's memory: pages of the KV pool, and slots and snapshots of recurrent states. Arithmetic."""
+"""Memory budget of a device: pages of the KV pool, and slots and snapshots of recurrent states. Arithmetic."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class MemoryBudget:
     """Bytes for the KV pool, and the figures from which they were computed."""
 
     pool: int
@@ -43,30 +43,30 @@ class Room:
     needs: Needs = Needs()
 
 
-def room_for_pool(device: torch.device, memory_ratio: float, tp_size: int, needs: Needs) -> Room:
+def memory_budget(device: torch.device, memory_ratio: float, tp_size: int, needs: Needs) -> MemoryBudget:
     """Return `memory_ratio` of the device's memory, less what is in use and what steps and graphs will need.
 
     Ranks on CPUs share the memory of one machine.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return Room(int(free - (1.0 - memory_ratio) * total) - needs.steps - needs.graphs, total, free, needs)
+        return MemoryBudget(int(free - (1.0 - memory_ratio) * total) - needs.steps - needs.graphs, total, free, needs)
     page = os.sysconf("SC_PAGE_SIZE")
     free = int(os.sysconf("SC_AVPHYS_PAGES") * page)
-    return Room(min(int(free * memory_ratio), CPU_POOL_LIMIT) // tp_size, free, free)
+    return MemoryBudget(min(int(free * memory_ratio), CPU_POOL_LIMIT) // tp_size, free, free)
 
 
-def slots_with_states(wanted: int, layout: KVLayout, room: int) -> int:
-    """Return how many of the `wanted` requests may run: their states take at most STATE_SHARE of the room's bytes."""
-    return max(min(wanted, int(STATE_SHARE * room) // layout.slot_bytes - 1), 1)
+def slots_that_fit(wanted: int, layout: KVLayout, budget: int) -> int:
+    """Return how many of the `wanted` requests may run: their states take at most STATE_SHARE of the budget's bytes."""
+    return max(min(wanted, int(STATE_SHARE * budget) // layout.slot_bytes - 1), 1)
 
 
-def snapshots_with_room(wanted: int | None, num_slots: int, layout: KVLayout, room: int) -> int:
-    """Return --state-snapshots, or as many as their share of the room's bytes holds. ConfigError if too many.
+def snapshots_that_fit(wanted: int | None, num_slots: int, layout: KVLayout, budget: int) -> int:
+    """Return --state-snapshots, or as many as their share of the budget's bytes holds. ConfigError if too many.
 
-    One costs as much as K and V of some 3,000 tokens, for which the rest of the room is.
+    One costs as much as K and V of some 3,000 tokens, for which the rest of the budget is.
     """
-    left = max(room - layout.state_bytes(num_slots), 0)
+    left = max(budget - layout.state_bytes(num_slots), 0)
     fitting = left // layout.slot_bytes
     if wanted is None:
         return min(int(SNAPSHOT_SHARE * fitting), SNAPSHOTS_PER_SLOT * num_slots)
@@ -87,20 +87,22 @@ def describe_states(layout: KVLayout, num_slots: int, wanted: int, num_snapshots
     )
 
 
-def pool_pages(config: EngineConfig, *, pool_bytes: Callable[[int], int], useful_pages: int, room: Room) -> int:
+def pool_pages(
+    config: EngineConfig, *, pool_bytes: Callable[[int], int], useful_pages: int, budget: MemoryBudget
+) -> int:
     """Return --num-pages, or as many as fit, and no more than all slots together can use. ConfigError if too many.
 
     `pool_bytes` of a number of pages is that of the whole pool, with the pages that a windowed group has beside them.
     """
     numbers = range(max(useful_pages, config.num_pages or 1) + 1)
-    fitting = max(bisect_right(numbers, room.pool, key=pool_bytes) - 1, 0)
+    fitting = max(bisect_right(numbers, budget.pool, key=pool_bytes) - 1, 0)
     wanted = config.num_pages if config.num_pages is not None else min(fitting, useful_pages)
     if 1 <= wanted <= fitting:
         return wanted
     wanted = max(wanted, 1)
     remedies = [f"--num-pages {fitting}"] if fitting else []
     needed = pool_bytes(wanted)
-    ratio = math.ceil((config.memory_ratio + (needed - room.pool) / room.total) * 100) / 100
+    ratio = math.ceil((config.memory_ratio + (needed - budget.pool) / budget.total) * 100) / 100
     if ratio <= 1.0:
         remedies.append(f"--memory-ratio {ratio:.2f}")
     if not remedies:
@@ -109,16 +111,17 @@ def pool_pages(config: EngineConfig, *, pool_bytes: Callable[[int], int], useful
         )
     raise ConfigError(
         f"too little memory for the KV cache: {wanted} pages of {needed / wanted / 2**20:.2f} MiB need "
-        f"{needed / GIB:.2f} GiB, and there are {room.pool / GIB:.2f} GiB: of {room.total / GIB:.2f} GiB "
-        f"{room.free / GIB:.2f} are free, {room.needs.steps / GIB:.2f} go to steps and {room.needs.graphs / GIB:.2f} "
-        f"to CUDA graphs, at --memory-ratio {config.memory_ratio}. What would do: {', or '.join(remedies)}"
+        f"{needed / GIB:.2f} GiB, and there are {budget.pool / GIB:.2f} GiB: of {budget.total / GIB:.2f} GiB "
+        f"{budget.free / GIB:.2f} are free, {budget.needs.steps / GIB:.2f} go to steps and "
+        f"{budget.needs.graphs / GIB:.2f} to CUDA graphs, at --memory-ratio {config.memory_ratio}. "
+        f"What would do: {', or '.join(remedies)}"
     )
 
 
 def pool_size(
     config: EngineConfig,
     layout: KVLayout,
-    room: Room,
+    budget: MemoryBudget,
     *,
     useful_sequences: int,
     context_len: int,
@@ -139,6 +142,6 @@ def pool_size(
         config,
         pool_bytes=lambda pages: layout.pool_bytes(pages, window_pages(pages)),
         useful_pages=useful_sequences * pages_for(context_len, config.page_size),
-        room=room,
+        budget=budget,
     )
     return num_pages, window_pages(num_pages)

@@ -20,7 +20,7 @@ from minisgl.config import ConfigError, EngineConfig
 from minisgl.distributed import TPGroup
 from minisgl.engine.device import GIB, bound_primitive_caches
 from minisgl.engine.forward import StepRunner
-from minisgl.engine.memory import Needs, describe_states, room_for_pool, slots_with_states, snapshots_with_room
+from minisgl.engine.memory import Needs, describe_states, memory_budget, slots_that_fit, snapshots_that_fit
 from minisgl.engine.pooling import PoolingRunner
 from minisgl.engine.queue import DeviceQueue, make_queue
 from minisgl.engine.sampler import Sampler, TorchSampler
@@ -98,7 +98,7 @@ def load_parts(
     context_len: int,
     reuses_prefixes: bool,
 ) -> RunnerParts:
-    """Load a rank's kernels and weights, and count the slots and snapshots of recurrent states that have room.
+    """Load a rank's kernels and weights, and count the slots and snapshots of recurrent states that fit.
 
     ConfigError where the device cannot compute or hold the model.
     """
@@ -137,14 +137,14 @@ def load_parts(
 def _slots_and_snapshots(
     config: EngineConfig, layout: KVLayout, tp: TPGroup, device: torch.device, reuses_prefixes: bool
 ) -> tuple[int, int]:
-    """Return the requests that may run, and the snapshots of their states: recurrent layers may leave fewer room."""
+    """Return how many requests may run, fewer if states of recurrent layers limit them, and how many snapshots fit."""
     wanted, num_snapshots = config.max_running_requests, 0
     if not layout.has_states:
         return wanted, num_snapshots
-    room = tp.smallest(room_for_pool(device, config.memory_ratio, tp.size, Needs()).pool)
-    num_slots = slots_with_states(wanted, layout, room)
+    budget = tp.smallest(memory_budget(device, config.memory_ratio, tp.size, Needs()).pool)
+    num_slots = slots_that_fit(wanted, layout, budget)
     if reuses_prefixes:
-        num_snapshots = snapshots_with_room(config.state_snapshots, num_slots, layout, room)
+        num_snapshots = snapshots_that_fit(config.state_snapshots, num_slots, layout, budget)
     if tp.rank == 0:
         logger.info(describe_states(layout, num_slots, wanted, num_snapshots))
     return num_slots, num_snapshots

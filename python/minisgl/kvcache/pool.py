@@ -1,4 +1,4 @@
-"""The KV pool: tensors that pages are places in."""
+"""The KV pool: tensors of which pages are parts."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A state is known only where a row of some step ends, so a snapshot costs a chunk that ends there. It is saved in front
 of the next step, by a copy that this step's plan carries. The device executes plans in order, so the host's records
-need not wait for the copy: a place may be given to another snapshot at once.
+need not wait for the copy: an entry may be given to another snapshot at once.
 
 Snapshots are saved, all at the ends of pages and `distance` tokens apart at least, because a prefill of fewer takes no
 longer than the step that is added (12 ms for Qwen3.5-9B on an H200, as for 500 tokens),
@@ -44,7 +44,7 @@ class _Row:
 class StateSnapshots:
     """Decides about snapshots; `table.stop` bounds the chunks of running requests by what it decides.
 
-    Row `num_slots + 1 + place` of the device's states is the snapshot in that place of the store.
+    Row `num_slots + 1 + entry` of the device's states is the snapshot in that entry of the store.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class StateSnapshots:
         slot = request.slot
         row = self._rows[slot] = _Row(prefix.cached_len)
         if prefix.cached_len:
-            place = self.store.use(int(prefix.pages[-1]))
-            self._copies.append((self._first + place, slot))
+            entry = self.store.use(int(prefix.pages[-1]))
+            self._copies.append((self._first + entry, slot))
         row.branches.append(self._pages.cached_len(request))
         self._plan(slot, prefix.cached_len)
 
@@ -124,7 +124,7 @@ class StateSnapshots:
         due, self._due = self._due, {}
         for slot, position in due.items():
             if self._table.live[slot] and position <= self._table.known_len[slot]:
-                self._save(slot, position, crowded=2 * num_running > self.store.num_places)
+                self._save(slot, position, crowded=2 * num_running > self.store.num_entries)
 
     def _save(self, slot: int, position: int, *, crowded: bool) -> None:
         row, request = self._rows[slot], self._table.request(slot)
@@ -166,13 +166,13 @@ class StateSnapshots:
     def take_back(self, batches: Iterable[Batch]) -> None:
         """Forget snapshots of plans that were not executed, and those that the next one was to save."""
         copies = [pair for batch in batches for pair in batch.state_copies] + self.take_copies()
-        self.store.discard_places(target - self._first for _, target in copies if target >= self._first)
+        self.store.discard_entries(target - self._first for _, target in copies if target >= self._first)
 
     def counts(self) -> dict[str, int]:
         """Return the number of snapshots and of what became of them, for /server_info."""
         return {
-            "snapshots": self.store.num_taken,
-            "snapshot_places": self.store.num_places,
+            "snapshots": self.store.num_used,
+            "snapshot_entries": self.store.num_entries,
             "snapshot_hits": self.store.hits,
             "snapshots_saved": self.store.saved,
             "snapshots_evicted": self.store.evicted,
