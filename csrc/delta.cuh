@@ -1,7 +1,7 @@
 // Shared parts of the kernels of a Gated DeltaNet (Yang et al., "Gated Delta Networks", 2024). A projection [T, width]
 // holds q and k of all key heads, v of all value heads (together the channels of the convolution), the gate z of all
 // value heads, and for each value head a logit b of the step size and a logit a of the decay. -DKEY_DIM and -DVALUE_DIM
-// are dimensions of heads, -DTAPS is the width of the convolution.
+// are dimensions of heads, -DTAPS is the width of the convolution where a kernel computes or reads it.
 #pragma once
 #include "common.cuh"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class CudaDeltaChunks:
         if dtype in _PARTS:
             for each in taps:
                 scans = (_scan_spec(dtype, each, warps) for warps in _SCAN_WARPS)
-                self._compiler.begin([_prepare_spec(dtype, each), *scans, _gate_spec(dtype, each)])
+                self._compiler.begin([_prepare_spec(dtype, each), *scans, _gate_spec(dtype)])
 
     def supports(self, heads: DeltaHeads, dtype: torch.dtype) -> bool:
         """Return True if the kernels can take rows of these heads."""
@@ -50,73 +50,77 @@ class CudaDeltaChunks:
         self, projected: Tensor, heads: DeltaHeads, inputs: Tensor, memory: Tensor, rows: ChunkedRows, out: Tensor
     ) -> None:
         """Compute Ops.delta_chunks."""
-        (tokens, width), dtype, taps = projected.shape, projected.dtype, len(heads.conv)
+        (tokens, width), dtype = projected.shape, projected.dtype
         key_heads, value_heads, parts = heads.num_key_heads, heads.num_value_heads, _PARTS[dtype]
 
         def make(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=projected.device)
 
-        keys = make(2, tokens, key_heads, _HEAD_DIM)
-        queries = make(parts, tokens, key_heads, _HEAD_DIM)
-        values = make(tokens, value_heads, _HEAD_DIM, dtype=torch.float32)
-        solve = make(2, tokens, value_heads, CHUNK)
-        scores = make(parts, tokens, value_heads, CHUNK)
-        gates = make(tokens, value_heads, 4, dtype=torch.float32)
         sizes = {"key_heads": key_heads, "value_heads": value_heads, "width": width}
-        of_chunks: dict[str, Any] = {  # arguments of the first kernel and the second
+        values = make(tokens, value_heads, _HEAD_DIM, dtype=torch.float32)
+        chunked: dict[str, Any] = {  # what delta_prepare writes and delta_scan reads, and the rows that both read
             "projected": projected,
             "inputs": inputs,
             "slots": rows.slots,
             "positions": rows.positions,
             "begins": rows.begins,
             "lengths": rows.lengths,
-            "keys": keys,
-            "queries": queries,
+            "keys": make(2, tokens, key_heads, _HEAD_DIM),
+            "queries": make(parts, tokens, key_heads, _HEAD_DIM),
             "values": values,
-            "solve": solve,
-            "scores": scores,
-            "gates": gates,
+            "solve": make(2, tokens, value_heads, CHUNK),
+            "scores": make(parts, tokens, value_heads, CHUNK),
+            "gates": make(tokens, value_heads, 4, dtype=torch.float32),
             "tokens": tokens,
+            **sizes,
         }
-        prepare = self._compiler.kernel(_prepare_spec, dtype, taps)
-        prepare(
-            (key_heads, self._in_turn(rows, len(rows.chunk_rows), key_heads)),
-            _PREPARE_THREADS,
-            conv=heads.conv,
-            a_log=heads.a_log,
-            dt_bias=heads.dt_bias,
-            chunk_rows=rows.chunk_rows,
-            chunk_firsts=rows.chunk_firsts,
-            chunks=len(rows.chunk_rows),
-            **of_chunks,
-            **sizes,
-            early=False,
-        )
-        warps = self._scan_warps(dtype, value_heads * len(rows.slots))
-        blocks = value_heads * _HEAD_DIM // (_COLUMNS * warps)
-        scan = self._compiler.kernel(_scan_spec, dtype, taps, warps)
-        scan(
-            (blocks, self._in_turn(rows, len(rows.slots), blocks)),
-            32 * (warps + _LOADER_WARPS),
-            memory=memory,
-            rows=len(rows.slots),
-            **of_chunks,
-            **sizes,
-            early=False,
-        )
-        n = len(rows.tokens)
-        gate = self._compiler.kernel(_gate_spec, dtype, taps)
+        self._prepare(heads, rows, dtype, chunked)
+        self._scan(heads, rows, dtype, chunked, memory)
+        count = len(rows.tokens)
+        gate = self._compiler.kernel(_gate_spec, dtype)
         gate(
-            (-(-n * value_heads // _GATE_WARPS),),
+            (-(-count * value_heads // _GATE_WARPS),),
             32 * _GATE_WARPS,
             projected=projected,
             reads=values,
             norm_weight=heads.norm.weight,
             chunk_tokens=rows.tokens,
             out=out,
-            n=n,
+            n=count,
             **sizes,
             eps=heads.norm.eps,
+            early=False,
+        )
+
+    def _prepare(self, heads: DeltaHeads, rows: ChunkedRows, dtype: torch.dtype, chunked: Mapping[str, Any]) -> None:
+        """Launch what a chunk can do without the memory, for all chunks at once."""
+        prepare, num_chunks = self._compiler.kernel(_prepare_spec, dtype, len(heads.conv)), len(rows.chunk_rows)
+        prepare(
+            (heads.num_key_heads, self._in_turn(rows, num_chunks, heads.num_key_heads)),
+            _PREPARE_THREADS,
+            conv=heads.conv,
+            a_log=heads.a_log,
+            dt_bias=heads.dt_bias,
+            chunk_rows=rows.chunk_rows,
+            chunk_firsts=rows.chunk_firsts,
+            chunks=num_chunks,
+            **chunked,
+            early=False,
+        )
+
+    def _scan(
+        self, heads: DeltaHeads, rows: ChunkedRows, dtype: torch.dtype, chunked: Mapping[str, Any], memory: Tensor
+    ) -> None:
+        """Launch the recurrence over the chunks of each row, which reads and updates the memory."""
+        warps = self._scan_warps(dtype, heads.num_value_heads * len(rows.slots))
+        blocks = heads.num_value_heads * _HEAD_DIM // (_COLUMNS * warps)
+        scan = self._compiler.kernel(_scan_spec, dtype, len(heads.conv), warps)
+        scan(
+            (blocks, self._in_turn(rows, len(rows.slots), blocks)),
+            32 * (warps + _LOADER_WARPS),
+            memory=memory,
+            rows=len(rows.slots),
+            **chunked,
             early=False,
         )
 
@@ -136,24 +140,24 @@ class CudaDeltaChunks:
         return max(warps for warps in fitting if warps <= most)
 
 
-def _macros(dtype: torch.dtype, taps: int) -> Macros:
-    return {"SCALAR": SCALAR_NAMES[dtype], "KEY_DIM": _HEAD_DIM, "VALUE_DIM": _HEAD_DIM, "TAPS": taps}
+def _macros(dtype: torch.dtype) -> Macros:
+    return {"SCALAR": SCALAR_NAMES[dtype], "KEY_DIM": _HEAD_DIM, "VALUE_DIM": _HEAD_DIM}
 
 
 def _prepare_spec(dtype: torch.dtype, taps: int) -> KernelSpec:
     bf16_values = (2 + _PARTS[dtype]) * (_HEAD_DIM + _PADDING)
     floats = 20 + 2  # the diagonal's blocks; running sums and steps
     shared = CHUNK * (2 * bf16_values + 4 * floats) + 16
-    return KernelSpec("delta_prepare.cu", "delta_prepare", _macros(dtype, taps), shared_bytes=shared)
+    return KernelSpec("delta_prepare.cu", "delta_prepare", {**_macros(dtype), "TAPS": taps}, shared_bytes=shared)
 
 
 def _scan_spec(dtype: torch.dtype, taps: int, warps: int) -> KernelSpec:
-    macros = {**_macros(dtype, taps), "SCAN_WARPS": warps}
+    macros = {**_macros(dtype), "TAPS": taps, "SCAN_WARPS": warps}
     return KernelSpec("delta_scan.cu", "delta_scan", macros, shared_bytes=_scan_bytes(dtype, warps))
 
 
-def _gate_spec(dtype: torch.dtype, taps: int) -> KernelSpec:
-    return KernelSpec("delta_gate.cu", "delta_gate", _macros(dtype, taps))
+def _gate_spec(dtype: torch.dtype) -> KernelSpec:
+    return KernelSpec("delta_gate.cu", "delta_gate", _macros(dtype))
 
 
 def _scan_bytes(dtype: torch.dtype, warps: int) -> int:

@@ -229,7 +229,7 @@ class CudaMoe:
     ) -> Tensor:
         """Mix experts by the router's logits, or by a plan that was made of them."""
         x, router_logits = x.contiguous(), routed.contiguous() if isinstance(routed, Tensor) else None
-        w13, w2, activation, shared = mixture.w13, mixture.w2, mixture.activation, mixture.shared
+        w13, w2, shared = mixture.w13, mixture.w2, mixture.shared
         tokens, hidden = x.shape
         held, _, intermediate = w2.shape
         if not tokens:
@@ -244,16 +244,7 @@ class CudaMoe:
         inner = x.new_empty((pairs, intermediate))
         summed = isinstance(w2, PackedExperts) and weighted_tiling.route  # by clusters of the second product
         outputs = x.new_empty((tokens if summed else pairs, hidden))
-        common: dict[str, Any] = {
-            "alpha": activation.alpha if isinstance(activation, ClampedSwiGLU) else 0.0,
-            "limit": activation.limit if isinstance(activation, ClampedSwiGLU) else 0.0,
-            "router_logits": router_logits,
-            **_choice(weighting, mixture),
-            "order": None if plan is None else plan.order,
-            "tiles": None if plan is None else plan.tiles,
-            "tile_count": None if plan is None else plan.tile_count,
-            "pair_weights": None if plan is None else plan.weights,
-        }
+        common = {"router_logits": router_logits, **_product_arguments(weighting, mixture, plan)}
         gated = self._product("gated", w13, shared and shared.w13, gated_tiling, kind)
         gated(
             (-(-intermediate // (gated_tiling.block_n // 2)), max_tiles),
@@ -283,13 +274,22 @@ class CudaMoe:
         )
         if summed:
             return outputs
-        out = torch.empty_like(x)
+        # Weights say which pairs have an output where a rank holds only some of the experts.
+        weights = None if plan is None or held == kind.experts else plan.weights
+        return self._combine(outputs, tokens, weights, residual, kind)
+
+    def _combine(
+        self, outputs: Tensor, tokens: int, weights: Tensor | None, residual: Tensor | None, kind: _Kind
+    ) -> Tensor:
+        """Return [tokens, H]: the sum of each token's weighted outputs [pairs, H] and its residual."""
+        hidden = outputs.shape[1]
+        out = outputs.new_empty((tokens, hidden))
         combine = self._compiler.kernel(_plan_spec, "moe_combine", kind)
         combine(
             (tokens,),
             min(-(-hidden // 256) * 32, _MAX_THREADS),
             y=outputs,
-            pair_weights=None if plan is None or held == kind.experts else plan.weights,
+            pair_weights=weights,
             residual=residual,
             out=out,
             H=hidden,
@@ -400,6 +400,20 @@ def _choice(weighting: _Weighting, mixture: Mixture) -> dict[str, Any]:
         "first_expert": mixture.first,
         "held": len(mixture.w2),
         "expert_scale": mixture.expert_scale,
+    }
+
+
+def _product_arguments(weighting: _Weighting, mixture: Mixture, plan: _Plan | None) -> dict[str, Any]:
+    """Return the arguments that both products have besides matrices and logits; without a plan, tiles route."""
+    clamped = mixture.activation if isinstance(mixture.activation, ClampedSwiGLU) else None
+    return {
+        "alpha": 0.0 if clamped is None else clamped.alpha,
+        "limit": 0.0 if clamped is None else clamped.limit,
+        **_choice(weighting, mixture),
+        "order": None if plan is None else plan.order,
+        "tiles": None if plan is None else plan.tiles,
+        "tile_count": None if plan is None else plan.tile_count,
+        "pair_weights": None if plan is None else plan.weights,
     }
 
 

@@ -9,7 +9,7 @@ tokens of the row of 9 and 4 of the row of 5, chunk 1 holds 4 and 1, and chunk 2
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,21 +28,20 @@ class SingleRows:
     slots: Tensor  # [R] int64
     positions: Tensor  # [R] int64; a token at position 0 begins with a state of zeros
     tokens: Tensor | None = None  # [R] int64: index of each row's token in the step; None: row i has token i
-    lengths: Tensor | None = (
-        None  # [R] int64: in a CUDA graph rows of other lengths than 1 follow; None: there are none
-    )
+    # [R] int64: in a CUDA graph rows of other lengths than 1 follow; None: there are none
+    lengths: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PaddedChunks:
     """Chunks of equal size of all rows, the longest row first, as products of torch take them."""
 
-    places: Tensor  # [n] int64: of each token in [chunks * size]
+    places: Tensor  # [n] int64: index of each token in [chunks * size]
     size: int  # tokens of a chunk
-    active: tuple[int, ...]  # rows that have a chunk 0, 1, ...: their sum is the number of chunks
-    extended: Tensor  # [n] int64: of each token among the rows' tokens with `history` inputs in front of each row
-    before: Tensor  # [R, history] int64: of these inputs there
-    last: Tensor  # [R, history] int64: of the inputs that the next step finds in front
+    active: tuple[int, ...]  # number of rows that have a chunk 0, 1, ...: their sum is the number of chunks
+    extended: Tensor  # [n] int64: index of each token among the rows' tokens with `history` inputs before each row
+    before: Tensor  # [R, history] int64: indices of these inputs there
+    last: Tensor  # [R, history] int64: indices of the inputs that the next step finds before the row
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,48 +85,71 @@ def recurrent_rows(
     lengths = query_lens[long].astype(np.int64)
     size = min(CHUNK, max(_SMALLEST, 1 << int(lengths[0] - 1).bit_length()))
     active = [int((lengths > first).sum()) for first in range(0, int(lengths[0]), size)]
-    ends = np.cumsum(lengths)
-    row = np.repeat(np.arange(len(long)), lengths)
-    within = np.arange(ends[-1]) - (ends - lengths)[row]  # place of each token in its row
     first_chunks = np.cumsum(active) - active
-    inputs, shift = np.arange(history), history * np.arange(len(long))
-    host = [
-        alone,
-        starts[alone],
-        long,
-        starts[long],
-        lengths,
-        starts[long][row] + within,
-        np.concatenate([np.arange(count) for count in active]),
-        np.repeat(np.arange(len(active)) * size, active),
-        (first_chunks[within // size] + row) * size + within % size,
-        np.arange(ends[-1]) + history + shift[row],
-        ((ends - lengths + shift)[:, None] + inputs).ravel(),
-        ((ends + shift)[:, None] + inputs).ravel(),
-    ]
-    packed = upload(np.concatenate(host).astype(np.int64, copy=False))
-    on_device = torch.split(packed, [len(array) for array in host])
-    alone_rows, alone_tokens, long_rows, begins, *of_rows, places, extended, before, last = on_device
-    row_lengths, tokens, chunk_rows, chunk_firsts = of_rows
+    row = np.repeat(np.arange(len(long)), lengths)
+    within = np.arange(len(row)) - (np.cumsum(lengths) - lengths)[row]  # place of each token in its row
+    extended, before, last = _extended_indices(lengths, row, history)
+    device = _upload_together(
+        {
+            "alone_rows": alone,
+            "alone_tokens": starts[alone],
+            "long_rows": long,
+            "begins": starts[long],
+            "lengths": lengths,
+            "tokens": starts[long][row] + within,
+            "chunk_rows": np.concatenate([np.arange(count) for count in active]),
+            "chunk_firsts": np.repeat(np.arange(len(active)) * size, active),
+            "places": (first_chunks[within // size] + row) * size + within % size,
+            "extended": extended,
+            "before": before,
+            "last": last,
+        },
+        upload,
+    )
     chunked = ChunkedRows(
-        slots=slots[long_rows],
-        positions=positions[begins],
-        begins=begins,
-        lengths=row_lengths,
-        tokens=tokens,
-        chunk_rows=chunk_rows,
-        chunk_firsts=chunk_firsts,
+        slots=slots[device["long_rows"]],
+        positions=positions[device["begins"]],
+        begins=device["begins"],
+        lengths=device["lengths"],
+        tokens=device["tokens"],
+        chunk_rows=device["chunk_rows"],
+        chunk_firsts=device["chunk_firsts"],
         padded=PaddedChunks(
-            places=places,
+            places=device["places"],
             size=size,
             active=tuple(active),
-            extended=extended,
-            before=before.view(-1, history),
-            last=last.view(-1, history),
+            extended=device["extended"],
+            before=device["before"].view(-1, history),
+            last=device["last"].view(-1, history),
         ),
     )
-    single = SingleRows(slots[alone_rows], positions[alone_tokens], alone_tokens) if len(alone) else None
-    return RecurrentRows(single, chunked)
+    if not len(alone):
+        return RecurrentRows(None, chunked)
+    tokens = device["alone_tokens"]
+    return RecurrentRows(SingleRows(slots[device["alone_rows"]], positions[tokens], tokens), chunked)
+
+
+def _extended_indices(
+    lengths: NDArray[np.int64], row: NDArray[np.int64], history: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Return `extended`, `before` and `last` of PaddedChunks, flat, for rows of `lengths` [R] tokens, at least 1.
+
+    `row` [n]: row of each token.
+    """
+    ends, inputs, shift = np.cumsum(lengths), np.arange(history), history * np.arange(len(lengths))
+    return (
+        np.arange(len(row)) + history + shift[row],
+        ((ends - lengths + shift)[:, None] + inputs).ravel(),
+        ((ends + shift)[:, None] + inputs).ravel(),
+    )
+
+
+def _upload_together(
+    arrays: Mapping[str, NDArray[np.int64]], upload: Callable[[NDArray[np.int64]], Tensor]
+) -> dict[str, Tensor]:
+    """Copy arrays to the device in one transfer."""
+    packed = upload(np.concatenate([*arrays.values()]).astype(np.int64, copy=False))
+    return dict(zip(arrays, torch.split(packed, [len(array) for array in arrays.values()]), strict=True))
 
 
 def captured_rows(query_starts: Tensor, slots: Tensor, positions: Tensor) -> RecurrentRows:
