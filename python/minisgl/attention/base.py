@@ -220,3 +220,13 @@ def window_left(window: int | None) -> int:
 def shorter_window(window: int | None, inputs: AttentionInputs) -> int | None:
     """Return the window, or None where no row of the step is longer."""
     return None if window is None or window >= int(inputs.kv_lens.max()) else window
+
+
+def add_sinks(attended: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Add attention sinks (Xiao et al., 2023) to the result of a kernel that knows none; return it, changed in place.
+
+    A sink is a score of each head whose value is 0, so it enlarges the sum that the softmax divides by, from exp(lse)
+    to exp(lse) + exp(sink). attended [T, heads, d]; `lse` [T, heads] float32: natural log-sum-exp of the scores; sinks
+    [heads].
+    """
+    return attended.mul_((lse - sinks.float()).sigmoid_().unsqueeze(-1))

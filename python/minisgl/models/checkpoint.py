@@ -83,7 +83,7 @@ class Checkpoint:
                 raise WeightError(f"the checkpoint in {folder} ({quantization.name}): {error}") from error
             self.zero_biases = {names.ours(name) or name for name in self._find_zero_biases(stored)}
         plain = {name: tensor for name, tensor in stored.items() if name not in self._quantized.used}
-        both: dict[str, StoredTensor | QuantizedMatrix] = {**plain, **self._quantized.matrices}
+        both: dict[str, StoredTensor | QuantizedMatrix | Mxfp4Experts] = {**plain, **self._quantized.matrices}
         self._tensors = {names.ours(name) or name: tensor for name, tensor in both.items()}
         self._kv_scales = {names.ours(name) or name: tensor for name, tensor in self._quantized.kv_scales.items()}
         self._factors: dict[str, float] = {}  # powers of two, by which weights are multiplied
@@ -146,8 +146,8 @@ class Checkpoint:
     def read_levels_into(self, target: Levels, name: str, source: tuple[slice, ...]) -> None:
         """Fill `target`, of the part's `level_format`, from a part of a quantized matrix, a few rows at a time."""
         tensor = self._tensors[name]
-        if isinstance(tensor, StoredTensor):
-            raise TypeError(f"{name} is not quantized")
+        if isinstance(tensor, StoredTensor | Mxfp4Experts):
+            raise TypeError(f"{name} is not a quantized matrix")
         for at, rows, columns, steps in _parts(tensor.shape, source):
             try:
                 values = tensor.levels(rows, *columns)

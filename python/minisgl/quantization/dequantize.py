@@ -34,7 +34,8 @@ _DTYPES = {"fp8": ("F8_E4M3",), "int8": ("I8",)}
 class QuantizedTensors:
     """A quantized checkpoint's contents besides its plain tensors."""
 
-    matrices: dict[str, QuantizedMatrix] = field(default_factory=dict)  # by the name of the plain tensor they stand for
+    # By the name of the plain tensor that they stand for.
+    matrices: dict[str, QuantizedMatrix | Mxfp4Experts] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)  # names of stored tensors that need no further use
     kv_scales: dict[str, StoredTensor] = field(default_factory=dict)
     modules: set[str] = field(default_factory=set)  # of the matrices
@@ -87,7 +88,7 @@ class _Parts:
         raise ValueError(f"{self.module}: {why}")
 
 
-def _open(scheme: Scheme, parts: _Parts) -> QuantizedMatrix:
+def _open(scheme: Scheme, parts: _Parts) -> QuantizedMatrix | Mxfp4Experts:
     words = ("I32",)
     try:
         match scheme:

@@ -14,9 +14,10 @@ _SMALLEST = 1 << 22  # bits of the float32 2^-127
 
 
 class Mxfp4Experts:
-    """Implements QuantizedMatrix: blocks uint8 [experts, out, groups, 16], scales uint8 [experts, out, groups].
+    """Matrices of all experts: blocks uint8 [experts, out, groups, 16], scales uint8 [experts, out, groups].
 
-    The values are [experts, in, out], as gpt-oss's checkpoints in bfloat16 have them.
+    Parts are read as from a QuantizedMatrix, but levels for one expert at a time. The values are [experts, in, out], as
+    gpt-oss's checkpoints in bfloat16 have them.
     """
 
     def __init__(self, blocks: StoredTensor, scales: StoredTensor) -> None:
@@ -38,9 +39,6 @@ class Mxfp4Experts:
 
     def level_format(self, columns: slice) -> LevelFormat | None:
         return None if cuts(columns, _GROUP) else LevelFormat("mxfp4", _GROUP)
-
-    def levels(self, rows: slice, columns: slice) -> Levels:
-        raise NotImplementedError
 
     def expert_levels(self, expert: int, rows: slice, columns: slice) -> Levels:
         """Return a part of one expert, [out, in]."""
