@@ -39,11 +39,11 @@ constexpr float LOG2_E = 1.44269504f;  // of scores, which become exponents of t
 constexpr int THREADS = WARPS * 32;
 constexpr int TILE = 16;
 constexpr int VALUE_DIM = HEAD_DIM < 256 ? HEAD_DIM : 256;  // dimensions of V that a cluster has
-constexpr int PARTS = HEAD_DIM / VALUE_DIM;                 // clusters of a KV head, and pieces of its K
-constexpr int STRIPS = HEAD_DIM / 32 / PARTS;  // strips of 32 dimensions of a piece of K, 8 of them in a thread
+constexpr int VALUE_SPLIT = HEAD_DIM / VALUE_DIM;           // clusters of a KV head, and pieces of its K
+constexpr int STRIPS = HEAD_DIM / 32 / VALUE_SPLIT;  // strips of 32 dimensions of a piece of K, 8 of them in a thread
 constexpr int HALVES = VALUE_DIM / 64;         // strips of 64 dimensions of V, 8 of them in a thread
 constexpr int K_VALUES = 16 / sizeof(C);       // values of a load of K; four threads load a token
-constexpr int K_LOADS = HEAD_DIM / 4 / K_VALUES / PARTS;  // loads of a thread for a piece of a token's K
+constexpr int K_LOADS = HEAD_DIM / 4 / K_VALUES / VALUE_SPLIT;  // loads of a thread for a piece of a token's K
 constexpr int V_VALUES = K_VALUES < VALUE_DIM / 8 ? K_VALUES : VALUE_DIM / 8;  // of a load of V; eight threads a token
 constexpr int V_LOADS = VALUE_DIM / 8 / V_VALUES;
 constexpr int HALF = HEAD_DIM / 2;
@@ -53,15 +53,15 @@ constexpr int STRIDE = HEAD_DIM + 8;  // values of a head in shared memory: neig
 constexpr int PARTIALS = WARPS + 1;   // the last is the new token's
 constexpr int VALUES = GROUP * VALUE_DIM;
 constexpr int STEP = CLUSTER * WARPS;      // tiles from one of a warp to its next
-constexpr int SHARE = VALUES / CLUSTER;    // neighbouring values of the output that a block merges
-constexpr int RECORD = SHARE + 2 * GROUP;  // floats of a block's partial result of a split: values, maxima, sums
+constexpr int OWN_VALUES = VALUES / CLUSTER;    // neighbouring values of the output that a block merges
+constexpr int RECORD = OWN_VALUES + 2 * GROUP;  // floats of a block's partial result of a split: values, maxima, sums
 using M = Either<FP8, f16, T>::type;       // type of the tensor cores' operands
 // Registers of a thread: as many as BLOCKS_OF_SM blocks leave, but at most 160 in the clusters of few rows, so that a
 // block of quantized_gemv.cu fits beside one of these: a quarter of a multiprocessor has 16,384 registers, for two
 // warps of each kernel.
 constexpr int LEFT = 65536 / (THREADS * BLOCKS_OF_SM) / 8 * 8;
 constexpr int REGISTERS = LEFT > 255 ? 255 : CLUSTER == 8 && WARPS == 6 ? 160 : LEFT;
-constexpr bool KEEP_Q = PARTS == 1 && WARPS * BLOCKS_OF_SM <= 12;  // q stays in registers, since there are enough
+constexpr bool KEEP_Q = VALUE_SPLIT == 1 && WARPS * BLOCKS_OF_SM <= 12;  // q stays in registers, since there are enough
 
 // Division of long rows into splits. A row of more than 2 * `min_tiles` tiles has `num_kv_splits` splits, or as many as
 // it takes for splits of at least `min_tiles` and at most `max_tiles` tiles; never more than `max_splits`.
@@ -267,7 +267,7 @@ __device__ __forceinline__ float load_fresh(const float* from) {
 
 // Offset in the output of a cluster's i-th value from its first one.
 __device__ __forceinline__ int place_of_value(int i) {
-  return PARTS == 1 ? i : i / VALUE_DIM * HEAD_DIM + i % VALUE_DIM;
+  return VALUE_SPLIT == 1 ? i : i / VALUE_DIM * HEAD_DIM + i % VALUE_DIM;
 }
 
 // Output of a row's KV head.
@@ -295,13 +295,14 @@ constexpr int RUN = ROUNDED ? 4 : 1;  // neighbouring values that a thread merge
 
 // Merge the records of a row's splits into this block's share of the output.
 __device__ __forceinline__ void merge_splits(const Output& to, const float* records, int splits) {
-  for (int j = threadIdx.x * RUN; j < SHARE; j += THREADS * RUN) {
-    int i = blockIdx.x * SHARE + j, head = i / VALUE_DIM;
+  for (int j = threadIdx.x * RUN; j < OWN_VALUES; j += THREADS * RUN) {
+    int i = blockIdx.x * OWN_VALUES + j, head = i / VALUE_DIM;
     float highest = -INF, sum = 0.f, y[RUN] = {};
 #pragma unroll 4
     for (int c = 0; c < splits; ++c) {
       const float* record = records + c * RECORD;
-      float split_max = load_fresh(record + SHARE + head), split_sum = load_fresh(record + SHARE + GROUP + head);
+      float split_max = load_fresh(record + OWN_VALUES + head);
+      float split_sum = load_fresh(record + OWN_VALUES + GROUP + head);
       float value[RUN];
 #pragma unroll
       for (int n = 0; n < RUN; ++n) value[n] = load_fresh(record + j + n);
@@ -344,12 +345,12 @@ __device__ __forceinline__ bool find_split(
   return false;
 }
 
-// grid: (CLUSTER, KV heads * PARTS, rows + spare clusters of each). `lengths` [rows] include the new token. `window`:
-// positions that a query sees, its own included; 0: all. `sinks` [heads]: attention sinks, a score of each query head
-// whose value is 0; for STORES only. `v_eps`: each head of v is divided by its root mean square with this eps;
-// negative: it is not. `records` [rows * gridDim.y, CLUSTER, max_splits, RECORD] are partial results of splits;
-// `counters`
-// [rows * gridDim.y, CLUSTER] of finished splits are zero before and after. `scales` [heads, scales_stride], by row.
+// grid: (CLUSTER, KV heads * VALUE_SPLIT, rows + spare clusters of each). `lengths` [rows] include the new token.
+// `window`: positions that a query sees, its own included; 0: all. `sinks` [heads]: attention sinks, a score of each
+// query head whose value is 0; for STORES only. `v_eps`: each head of v is divided by its root mean square with this
+// eps; negative: it is not. `records` [rows * gridDim.y, CLUSTER, max_splits, RECORD] are partial results of splits;
+// `counters` [rows * gridDim.y, CLUSTER] of finished splits are zero before and after. `scales` [heads, scales_stride],
+// by row.
 extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
     const T* qkv, const long long* slots, const int* lengths, const int* page_table, long long table_stride, int rows,
     const float* cos_sin, OPTIONAL const W* q_norm, OPTIONAL const W* k_norm, float eps, float v_eps, C* k_cache,
@@ -362,10 +363,10 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
   __shared__ alignas(16) float partial[WARPS][GROUP][VALUE_DIM];
   __shared__ float new_share[8];  // weight of the new token's value in the last partial
   __shared__ float block_max[CLUSTER][GROUP], block_sum[CLUSTER][GROUP];
-  __shared__ alignas(16) float block[CLUSTER][SHARE];
+  __shared__ alignas(16) float block[CLUSTER][OWN_VALUES];
   __shared__ bool is_last;
   Cutting cutting = {num_kv_splits, min_tiles, max_tiles, max_splits};
-  int rank = blockIdx.x, parts = gridDim.y, kv_heads = parts / PARTS;
+  int rank = blockIdx.x, parts = gridDim.y, kv_heads = parts / VALUE_SPLIT;
   int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, part = rank * WARPS + warp;
   Unit unit = {(int)blockIdx.z, (int)blockIdx.y};
   Cache cache;
@@ -381,7 +382,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
     }
     if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // this block has begun
     long long slot = slots[unit.row];
-    int kv_head = unit.part / PARTS, first_value = unit.part % PARTS * VALUE_DIM;
+    int kv_head = unit.part / VALUE_SPLIT, first_value = unit.part % VALUE_SPLIT * VALUE_DIM;
     cache.k = k_cache + kv_head * HEAD_DIM, cache.v = v_cache + kv_head * HEAD_DIM + first_value;
     cache.pages = page_table + slot * table_stride;
     unit.set_length(lengths[unit.row], window, cutting);
@@ -441,23 +442,23 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
         *(Vec<PAIRS>*)(new_k + lane * PAIRS) = as_stored(key.low);
         *(Vec<PAIRS>*)(new_k + HALF + lane * PAIRS) = as_stored(key.high);
       } else if (warp == WARPS - 2) {
-        constexpr int OWN = VALUE_DIM / 32;
-        using Part = Vec<OWN>;
-        const T* value = heads + ((GROUP + 1) * kv_heads + kv_head) * HEAD_DIM + lane * OWN;
+        constexpr int LANE_VALUES = VALUE_DIM / 32;
+        using Part = Vec<LANE_VALUES>;
+        const T* value = heads + ((GROUP + 1) * kv_heads + kv_head) * HEAD_DIM + lane * LANE_VALUES;
         Part part = *(const Part*)(value + first_value);
         if (v_eps >= 0.f) {
           float squares = 0.f;
           for (int i = 0; i < HEAD_DIM; i += VALUE_DIM) {
             Part any = *(const Part*)(value + i);
 #pragma unroll
-            for (int j = 0; j < OWN; ++j) squares += to_float(any.v[j]) * to_float(any.v[j]);
+            for (int j = 0; j < LANE_VALUES; ++j) squares += to_float(any.v[j]) * to_float(any.v[j]);
           }
           float factor = rsqrtf(warp_sum(squares) / HEAD_DIM + v_eps);
 #pragma unroll
-          for (int j = 0; j < OWN; ++j) part.v[j] = from_float<T>(to_float(part.v[j]) * factor);
+          for (int j = 0; j < LANE_VALUES; ++j) part.v[j] = from_float<T>(to_float(part.v[j]) * factor);
         }
-        store(v_cache + to + first_value + lane * OWN, part);
-        *(Part*)(new_v + lane * OWN) = as_stored(part);
+        store(v_cache + to + first_value + lane * LANE_VALUES, part);
+        *(Part*)(new_v + lane * LANE_VALUES) = as_stored(part);
       }
     }
     __syncthreads();
@@ -470,7 +471,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
     for (; tile < tiles; tile += STEP) {
       float s[4] = {};
 #pragma unroll
-      for (int piece = 0; piece < PARTS; ++piece) {
+      for (int piece = 0; piece < VALUE_SPLIT; ++piece) {
         if (piece > 0) load_k(k, cache, start, tile, unit.end, piece);
         uint4 loaded[STRIPS];
         if (!KEEP_Q) load_q(loaded, q, piece);
@@ -573,9 +574,9 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
       } else if (CLUSTER == 1) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) record[i + j] = y[j];
-        if (d == 0) record[SHARE + head] = best, record[SHARE + GROUP + head] = total;
+        if (d == 0) record[OWN_VALUES + head] = best, record[OWN_VALUES + GROUP + head] = total;
       } else {
-        int owner = i / SHARE, at = i % SHARE;
+        int owner = i / OWN_VALUES, at = i % OWN_VALUES;
         store_at(address_in(owner, &block[rank][at]), y);
         if (at == 0 || d == 0) {
           store_at(address_in(owner, &block_max[rank][head]), best);
@@ -585,8 +586,8 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
     }
     if (CLUSTER > 1) {  // each block merges its share of the blocks' partial results
       asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-      for (int j = threadIdx.x * RUN; j < SHARE; j += THREADS * RUN) {
-        int i = rank * SHARE + j, head = i / VALUE_DIM;
+      for (int j = threadIdx.x * RUN; j < OWN_VALUES; j += THREADS * RUN) {
+        int i = rank * OWN_VALUES + j, head = i / VALUE_DIM;
         float best = -INF, total = 0.f, y[RUN] = {};
 #pragma unroll
         for (int r = 0; r < CLUSTER; ++r) best = fmaxf(best, block_max[r][head]);
@@ -602,7 +603,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
         } else {
 #pragma unroll
           for (int n = 0; n < RUN; ++n) record[j + n] = y[n];
-          if (j == 0 || i % VALUE_DIM == 0) record[SHARE + head] = best, record[SHARE + GROUP + head] = total;
+          if (j == 0 || i % VALUE_DIM == 0) record[OWN_VALUES + head] = best, record[OWN_VALUES + GROUP + head] = total;
         }
       }
     }

@@ -51,12 +51,12 @@ extern "C" __global__ void __launch_bounds__(128) dequantize(
     }
   }
   __syncthreads();
-  constexpr int PARTS = COLUMNS / 8;  // 16-byte parts of a row
+  constexpr int ROW_VECTORS = COLUMNS / 8;  // 16-byte vectors of a row
 #pragma unroll 4
-  for (int i = thread; i < 64 * PARTS; i += 128) {
-    int n = row_of(i / PARTS), part = i % PARTS;
+  for (int i = thread; i < 64 * ROW_VECTORS; i += 128) {
+    int n = row_of(i / ROW_VECTORS), part = i % ROW_VECTORS;
     if (n < N && part * 8 < count * CHUNK_K)
       *(uint4*)(out + (long long)n * K + first * CHUNK_K + part * 8) =
-          *(const uint4*)(lines + i / PARTS * LINE + part * 8);
+          *(const uint4*)(lines + i / ROW_VECTORS * LINE + part * 8);
   }
 }

@@ -16,15 +16,15 @@ constexpr int ROW = RANK + ROPE;
 constexpr int HEADS = 16;
 constexpr int TILE = 32;
 constexpr int STAGES = 5;
-constexpr int AHEAD = STAGES - 1;  // tiles that are being loaded
+constexpr int STAGES_AHEAD = STAGES - 1;  // stages that are being loaded
 constexpr int WARPS = 8;
 constexpr int THREADS = WARPS * 32;
 constexpr int STRIDE = ROW + 8;
 constexpr int P_STRIDE = TILE + 8;
 constexpr int HALF = ROW / 2;
 constexpr int DIMS = RANK / WARPS;  // dimensions of the output of a warp
-constexpr int PARTS = ROW / 8;      // 16-byte parts of a row
-constexpr int LOADS = TILE * PARTS / THREADS;  // of a thread, for one tile
+constexpr int ROW_VECTORS = ROW / 8;                 // 16-byte vectors of a row
+constexpr int LOADS = TILE * ROW_VECTORS / THREADS;  // of a thread, for one tile
 constexpr int MERGERS = 4;  // most groups of threads of latent_merge, which divide the splits
 constexpr int MAX_SPLITS = 64;
 constexpr float LOG2_E = 1.44269504f;
@@ -60,25 +60,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_decode(
   auto find = [&](int tile) {
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
-      int position = min(tile * TILE + (threadIdx.x + i * THREADS) / PARTS, length - 1);
+      int position = min(tile * TILE + (threadIdx.x + i * THREADS) / ROW_VECTORS, length - 1);
       places[i] = pages[position / PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE;
     }
   };
   auto load = [&](int tile) {
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
-      int part = threadIdx.x + i * THREADS, at = part % PARTS * 8;
-      copy_16(&shared.rows[tile % STAGES][part / PARTS][at], cache + (long long)places[i] * ROW + at);
+      int part = threadIdx.x + i * THREADS, at = part % ROW_VECTORS * 8;
+      copy_16(&shared.rows[tile % STAGES][part / ROW_VECTORS][at], cache + (long long)places[i] * ROW + at);
     }
   };
   // End of the tiles that are loaded early.
-  int early = table_rows ? begin : min(min(begin + AHEAD, end), (length - 1) / TILE);
+  int early = table_rows ? begin : min(min(begin + STAGES_AHEAD, end), (length - 1) / TILE);
   if (begin < end) find(begin);
   for (int tile = begin; tile < early; ++tile) load(tile), close_group(), find(min(tile + 1, end - 1));
   wait_for_predecessor();
   start_successor();
   if (begin >= end) return;
-  for (int tile = max(begin, early); tile < begin + AHEAD; ++tile) {
+  for (int tile = max(begin, early); tile < begin + STAGES_AHEAD; ++tile) {
     if (tile < end) load(tile), find(min(tile + 1, end - 1));
     close_group();
   }
@@ -95,10 +95,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_decode(
 
   float acc[DIMS / 8][4] = {}, largest[2] = {-INF, -INF}, sum[2] = {}, scale = softmax_scale * LOG2_E;
   for (int tile = begin; tile < end; ++tile) {
-    wait_group<AHEAD - 1>();
+    wait_group<STAGES_AHEAD - 1>();
     __syncthreads();
     T(*rows)[STRIDE] = shared.rows[tile % STAGES];
-    if (tile + AHEAD < end) load(tile + AHEAD), find(min(tile + AHEAD + 1, end - 1));
+    if (tile + STAGES_AHEAD < end) load(tile + STAGES_AHEAD), find(min(tile + STAGES_AHEAD + 1, end - 1));
     close_group();
 
     float s[2][4] = {};

@@ -18,9 +18,9 @@ constexpr int CONSUMERS = 256;  // threads: two warpgroups
 constexpr int WARPS = CONSUMERS / 32;
 constexpr int THREADS = CONSUMERS + 128;
 constexpr int LINE = 128;              // bytes: 64 dimensions, as wide as the swizzle
-constexpr int KEY_PARTS = (NOPE + ROPE) / 64, VALUE_PARTS = VALUE / 64;
-constexpr int Q_PART = QUERIES * LINE, PART = TILE * LINE;  // bytes
-constexpr int K_STAGE = KEY_PARTS * PART, V_STAGE = VALUE_PARTS * PART;
+constexpr int KEY_BOXES = (NOPE + ROPE) / 64, VALUE_BOXES = VALUE / 64;
+constexpr int Q_BOX = QUERIES * LINE, BOX = TILE * LINE;  // bytes
+constexpr int K_STAGE = KEY_BOXES * BOX, V_STAGE = VALUE_BOXES * BOX;
 constexpr float LOG2_E = 1.44269504f;
 #define INF __int_as_float(0x7f800000)
 
@@ -52,9 +52,9 @@ __device__ __forceinline__ void multiply_values(float (*c)[4], const unsigned (&
 }
 
 // Matrix descriptor of swizzled rows of 128 bytes, whose 64 columns are columns of the result; the next 64 columns are
-// PART bytes further.
+// BOX bytes further.
 __device__ __forceinline__ unsigned long long columns_descriptor(unsigned address) {
-  return (address & 0x3ffff) >> 4 | (unsigned long long)(PART >> 4) << 16 | 64ull << 32 | 1ull << 62;
+  return (address & 0x3ffff) >> 4 | (unsigned long long)(BOX >> 4) << 16 | 64ull << 32 | 1ull << 62;
 }
 
 __device__ __forceinline__ void fence_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_prefill(
     float softmax_scale) {
   extern __shared__ __align__(1024) unsigned char memory[];
   __shared__ Barrier k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
-  unsigned char *k_stages = memory + KEY_PARTS * Q_PART, *v_stages = k_stages + STAGES * K_STAGE;
+  unsigned char *k_stages = memory + KEY_BOXES * Q_BOX, *v_stages = k_stages + STAGES * K_STAGE;
   int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, head = blockIdx.x;
   if (thread == CONSUMERS) {
     for (int s = 0; s < STAGES; ++s) {
@@ -100,13 +100,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_prefill(
       expect(&k_full[s], K_STAGE);
 #pragma unroll
       for (int i = 0; i < NOPE / 64; ++i)
-        copy_box(k_stages + s * K_STAGE + i * PART, expanded_map, column + i * 64, key, &k_full[s]);
-      copy_box(k_stages + s * K_STAGE + NOPE / 64 * PART, rows_map, RANK, key, &k_full[s]);
+        copy_box(k_stages + s * K_STAGE + i * BOX, expanded_map, column + i * 64, key, &k_full[s]);
+      copy_box(k_stages + s * K_STAGE + NOPE / 64 * BOX, rows_map, RANK, key, &k_full[s]);
       if (turn) wait(&v_empty[s], (turn - 1) & 1);
       expect(&v_full[s], V_STAGE);
 #pragma unroll
-      for (int i = 0; i < VALUE_PARTS; ++i)
-        copy_box(v_stages + s * V_STAGE + i * PART, expanded_map, column + NOPE + i * 64, key, &v_full[s]);
+      for (int i = 0; i < VALUE_BOXES; ++i)
+        copy_box(v_stages + s * V_STAGE + i * BOX, expanded_map, column + NOPE + i * 64, key, &v_full[s]);
     }
     return;
   }
@@ -114,12 +114,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_prefill(
   asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
   // Store a warpgroup's queries with the swizzle of the tensor memory accelerator.
   int group = warp >> 2, first_row = group * 64;
-  for (int i = thread & 127; i < 64 * KEY_PARTS * 8; i += 128) {
-    int row = first_row + i / (KEY_PARTS * 8), part = i / 8 % KEY_PARTS, chunk = i % 8;
+  for (int i = thread & 127; i < 64 * KEY_BOXES * 8; i += 128) {
+    int row = first_row + i / (KEY_BOXES * 8), part = i / 8 % KEY_BOXES, chunk = i % 8;
     long long token = item.first_query + min(row, item.queries - 1);
     const T* from = part < NOPE / 64 ? q_nope + token * q_stride + head * NOPE + part * 64
                                      : q_rope + token * q_stride + head * ROPE + (part - NOPE / 64) * 64;
-    *(uint4*)(memory + part * Q_PART + row * LINE + (chunk ^ row & 7) * 16) = *(const uint4*)(from + chunk * 8);
+    *(uint4*)(memory + part * Q_BOX + row * LINE + (chunk ^ row & 7) * 16) = *(const uint4*)(from + chunk * 8);
   }
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   if (group) asm volatile("bar.sync 2, 128;" ::: "memory");
@@ -136,8 +136,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_prefill(
     for (int t = 0; t < TILE / 8; ++t) s[t][0] = s[t][1] = s[t][2] = s[t][3] = 0.f;
     fence_products();
 #pragma unroll
-    for (int i = 0; i < KEY_PARTS * 4; ++i)
-      multiply_keys(s, descriptor(q + i / 4 * Q_PART + i % 4 * 32), descriptor(k + i / 4 * PART + i % 4 * 32));
+    for (int i = 0; i < KEY_BOXES * 4; ++i)
+      multiply_keys(s, descriptor(q + i / 4 * Q_BOX + i % 4 * 32), descriptor(k + i / 4 * BOX + i % 4 * 32));
     commit_products();
   };
   auto multiply_shares = [&](int tile) {
@@ -147,8 +147,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_prefill(
 #pragma unroll
     for (int i = 0; i < TILE / 16; ++i)
 #pragma unroll
-      for (int part = 0; part < VALUE_PARTS; part += 2)
-        multiply_values(o + part * 8, shares[i], columns_descriptor(v + part * PART + i * 16 * LINE));
+      for (int part = 0; part < VALUE_BOXES; part += 2)
+        multiply_values(o + part * 8, shares[i], columns_descriptor(v + part * BOX + i * 16 * LINE));
     commit_products();
   };
   // Scores become shares; what was summed so far is to be multiplied by `rescale`.

@@ -19,14 +19,14 @@
 #include "moe_tile.cuh"
 
 constexpr int BLOCK_K = 64;      // values of K in a stage: rows of 128 bytes
-constexpr int CHUNKS = 8;        // of 16 bytes in such a row
+constexpr int ROW_VECTORS = 8;   // 16-byte vectors of such a row
 constexpr int THREADS = 32 * WARPS_N * WARPS_M;
 constexpr int HALF = 16 * PAIRS * WARPS_N;
 constexpr int BLOCK_N = 2 * HALF;
 constexpr int BLOCK_M = 8 * TILES * WARPS_M;
 constexpr int STAGE_BYTES = (BLOCK_N + BLOCK_M) * BLOCK_K * 2;
-constexpr int ROW_STEP = THREADS / CHUNKS;  // rows that the block's threads load at a time
-constexpr int AHEAD = STAGES - (WARPGROUP ? 2 : 1);  // stages being loaded, while wgmma reads two, or `mma` one
+constexpr int ROW_STEP = THREADS / ROW_VECTORS;  // rows that the block's threads load at a time
+constexpr int STAGES_AHEAD = STAGES - (WARPGROUP ? 2 : 1);  // stages being loaded, while wgmma reads two, or `mma` one
 
 #if WARPGROUP
 #define FOUR(c, t) "+f"(c[t][0]), "+f"(c[t][1]), "+f"(c[t][2]), "+f"(c[t][3])
@@ -88,7 +88,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
   }
   tile = tiles[blockIdx.y];
 #endif
-  int first = blockIdx.x * OUTPUTS, row = thread / CHUNKS, chunk = thread % CHUNKS;
+  int first = blockIdx.x * OUTPUTS, row = thread / ROW_VECTORS, chunk = thread % ROW_VECTORS;
   const T* matrix = weight + (long long)tile.expert * (GATED ? 2 : 1) * N * K + chunk * 8;
   int ups = N, width = K;  // rows from a gate to its up; values of a row
 #if SHARED
@@ -138,11 +138,11 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
   auto commit = [] { asm volatile("cp.async.commit_group;" ::: "memory"); };
 
 #pragma unroll
-  for (int s = 0; s < AHEAD; ++s)
+  for (int s = 0; s < STAGES_AHEAD; ++s)
     if (s < steps) load_a(s);
   if (!GATED) wait_for_predecessor(), start_successor();
 #pragma unroll
-  for (int s = 0; s < AHEAD; ++s) {
+  for (int s = 0; s < STAGES_AHEAD; ++s) {
     if (s < steps) load_b(s);
     commit();
   }
@@ -151,7 +151,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
 #if WARPGROUP
   int group_row = warp_row / 4 * 64;
   for (int step = 0; step < steps; ++step) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory");
+    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES_AHEAD - 1) : "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncthreads();
     unsigned rows = base + step % STAGES * STAGE_BYTES, tokens = rows + BLOCK_N * BLOCK_K * 2;
@@ -165,7 +165,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
             descriptor(tokens + k * 32));
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     // The stage that is filled here was read two steps ago, by wgmma that all warps have waited for.
-    if (step + AHEAD < steps) load_a(step + AHEAD), load_b(step + AHEAD);
+    if (step + STAGES_AHEAD < steps) load_a(step + STAGES_AHEAD), load_b(step + STAGES_AHEAD);
     commit();
     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
   }
@@ -174,9 +174,9 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
   int a_row = lane & 15, a_chunk = lane >> 4;                      // what this lane's address names
   int b_row = (lane & 7) + (lane >> 4) * 8, b_chunk = lane >> 3 & 1;
   for (int step = 0; step < steps; ++step) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory");
+    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES_AHEAD - 1) : "memory");
     __syncthreads();
-    if (step + AHEAD < steps) load_a(step + AHEAD), load_b(step + AHEAD);
+    if (step + STAGES_AHEAD < steps) load_a(step + STAGES_AHEAD), load_b(step + STAGES_AHEAD);
     commit();
     unsigned rows = base + step % STAGES * STAGE_BYTES, tokens = rows + BLOCK_N * BLOCK_K * 2;
 #pragma unroll

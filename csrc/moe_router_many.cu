@@ -11,7 +11,8 @@
 #include "mma.cuh"
 #include "moe.cuh"
 
-constexpr int SPLIT = 8, TOKENS = 16, OWN = TOKENS / SPLIT;  // OWN: tokens whose logits a block adds up
+constexpr int SPLIT = 8, TOKENS = 16;
+constexpr int OWN_TOKENS = TOKENS / SPLIT;  // tokens whose logits a block adds up
 constexpr int WARPS = EXPERTS / 8 / TILES * KPARTS, THREADS = WARPS * 32;
 constexpr int OWN_UNITS = (UNITS + KPARTS - 1) / KPARTS;  // of a warp
 constexpr int PITCH = UNITS * 64 + (UNITS % 2 ? 0 : 64);  // bytes of a token, without bank conflicts
@@ -26,7 +27,7 @@ template <typename Use> __device__ __forceinline__ void norm_and_score(
     const T* x, const W* norm, float eps, const T* weight, const T* bias, T* normed, int tokens, int H, Use use) {
   __shared__ __align__(16) unsigned char rows[TOKENS * PITCH];
   __shared__ float squares[SPLIT][TOKENS];
-  __shared__ __align__(8) float parts[SPLIT * KPARTS][OWN][EXPERTS];
+  __shared__ __align__(8) float parts[SPLIT * KPARTS][OWN_TOKENS][EXPERTS];
   int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   int rank = blockIdx.x, first_token = blockIdx.y * TOKENS;
   int units = H / 32, begin = units * rank / SPLIT, count = units * (rank + 1) / SPLIT - begin;
@@ -98,12 +99,13 @@ template <typename Use> __device__ __forceinline__ void norm_and_score(
 #pragma unroll
   for (int h = 0; h < 2; ++h) {  // the tokens g and g + 8
     int of = (lane >> 2) + h * 8;
-    unsigned to = address_in(of / OWN, &parts[rank * KPARTS + kpart][of % OWN][first_expert + (lane & 3) * 2]);
+    float* mine = &parts[rank * KPARTS + kpart][of % OWN_TOKENS][first_expert + (lane & 3) * 2];
+    unsigned to = address_in(of / OWN_TOKENS, mine);
 #pragma unroll
     for (int t = 0; t < TILES; ++t) store_at(to + t * 32, sums[t][h * 2], sums[t][h * 2 + 1]);
   }
   arrive_at_cluster(), wait_for_cluster();
-  for (int i = thread; i < OWN * EXPERTS; i += THREADS) {
+  for (int i = thread; i < OWN_TOKENS * EXPERTS; i += THREADS) {
     int own = i / EXPERTS, expert = i % EXPERTS;
     float result = bias ? to_float(bias[expert]) : 0.f;
 #pragma unroll
@@ -116,7 +118,7 @@ template <typename Use> __device__ __forceinline__ void norm_and_score(
 extern "C" __global__ void __launch_bounds__(THREADS) moe_router_many(
     const T* x, const W* norm, float eps, const T* weight, OPTIONAL const T* bias, T* normed, T* logits, int tokens,
     int H) {
-  int first_token = blockIdx.y * TOKENS + blockIdx.x * OWN;
+  int first_token = blockIdx.y * TOKENS + blockIdx.x * OWN_TOKENS;
   norm_and_score(x, norm, eps, weight, bias, normed, tokens, H, [&](int own, int expert, T logit) {
     if (first_token + own < tokens) logits[(long long)(first_token + own) * EXPERTS + expert] = logit;
   });
@@ -127,13 +129,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) moe_router_many(
 extern "C" __global__ void __launch_bounds__(THREADS) moe_router_choose(
     const T* x, const W* norm, float eps, const T* weight, OPTIONAL const T* bias, T* normed, int tokens, int H,
     int weighting, int first_expert, int held, OPTIONAL const float* expert_scale, int* experts, float* weights) {
-  __shared__ T logits[OWN][EXPERTS];
-  int own = threadIdx.x >> 5, token = blockIdx.y * TOKENS + blockIdx.x * OWN + own;
+  __shared__ T logits[OWN_TOKENS][EXPERTS];
+  int own = threadIdx.x >> 5, token = blockIdx.y * TOKENS + blockIdx.x * OWN_TOKENS + own;
   norm_and_score(x, norm, eps, weight, bias, normed, tokens, H, [&](int own, int expert, T logit) {
     logits[own][expert] = logit;
   });
   __syncthreads();
-  if (own >= OWN || token >= tokens) return;
+  if (own >= OWN_TOKENS || token >= tokens) return;
   int first = token * TAKEN;
   route(logits[own], weighting, first_expert, held, expert_scale, experts + first, weights + first);
 }

@@ -34,19 +34,19 @@
 constexpr int THREADS = WARPS * 32;
 constexpr int ROWS = ROW_BLOCKS * 16;
 constexpr int OUTPUTS = GATED ? ROWS / 2 : ROWS;
-constexpr int OWN = OUTPUTS / SPLIT;              // columns of y whose epilogue a block of a cluster computes
-constexpr int SLICE = 128;                        // columns of K
+constexpr int OWN_COLUMNS = OUTPUTS / SPLIT;       // columns of y whose epilogue a block of a cluster computes
+constexpr int SLICE = 128;                         // columns of K
 constexpr int GROUPS = GROUP ? SLICE / GROUP : 0;  // of a slice
-constexpr int CHUNKS = SLICE / CHUNK_K;
-constexpr int PART = ROW_BLOCKS * 512;            // bytes of a tile's rows of a chunk
-constexpr int LEVELS = PART * CHUNKS;
-constexpr int SCALES = ROW_BLOCKS * 64;           // bytes of a group's scales
+constexpr int CHUNKS = SLICE / CHUNK_K;            // of a slice
+constexpr int TILE_CHUNK = ROW_BLOCKS * 512;       // bytes of a tile's rows of a chunk
+constexpr int LEVELS = TILE_CHUNK * CHUNKS;
+constexpr int SCALES = ROW_BLOCKS * 64;            // bytes of a group's scales
 constexpr int STAGE = LEVELS + SCALES * GROUPS;
-constexpr int PIECES = (ROW_BLOCKS + 6) / 4;      // most chunks of 64 rows over which a tile extends
-constexpr int PARTS = CHUNKS + GROUPS;            // copies of each of these: levels, then scales
-constexpr int BATCH = SLICES < 16 ? SLICES : 16;  // slices of x that are loaded together
-constexpr int SUMS = (ROWS + 1 + 3) / 4 * 4;      // floats of a warp: sums of the rows, then of the squares of x
-constexpr int APART = WEIGHT == INT4 ? 16 : 8;    // columns from a lane's first pair of x to its second one
+constexpr int PIECES = (ROW_BLOCKS + 6) / 4;       // most chunks of 64 rows over which a tile extends
+constexpr int COPIES = CHUNKS + GROUPS;            // copies of each of these: levels, then scales
+constexpr int BATCH = SLICES < 16 ? SLICES : 16;   // slices of x that are loaded together
+constexpr int SUMS = (ROWS + 1 + 3) / 4 * 4;       // floats of a warp: sums of the rows, then of the squares of x
+constexpr int APART = WEIGHT == INT4 ? 16 : 8;     // columns from a lane's first pair of x to its second one
 constexpr unsigned X_UNIT = Is<T>::bf16 ? 0x5d805d80 : 0x3c003c00;  // 2^60 or 1, twice
 constexpr float SUM_UNIT = WEIGHT == INT4 ? 1.f : Is<T>::bf16 ? 0x1p60f : 0x1p8f;
 // Registers that a thread may have. With 96 a block of decode_attention.cu fits beside eight warps of this kernel on a
@@ -55,7 +55,8 @@ constexpr int REGISTERS = ROW_BLOCKS < 5 ? 96 : 128;
 constexpr int WAITING_WARP = WARPS - 1;  // the one that waits for the predecessor
 // Cycles between stages of the other warps while the predecessor runs: 60 for each KB that the block requests.
 constexpr int PACE = 60 * WARPS * STAGE / 1024;
-static_assert((WEIGHT == INT4 || WEIGHT == E4M3) && (!GROUP || GROUP >= 32) && PIECES * PARTS <= 32 && OWN <= THREADS);
+static_assert((WEIGHT == INT4 || WEIGHT == E4M3) && (!GROUP || GROUP >= 32));
+static_assert(PIECES * COPIES <= 32 && OWN_COLUMNS <= THREADS);
 
 extern __shared__ __align__(128) unsigned char memory[];  // by warp: rings, sums, slices of x and their units
 
@@ -137,7 +138,7 @@ __device__ __forceinline__ void multiply_slice(
   for (int r = 0; r < ROW_BLOCKS; ++r) {
     uint4 chunk[CHUNKS];
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) chunk[c] = *(const uint4*)(stage + c * PART + r * 512 + lane * 16);
+    for (int c = 0; c < CHUNKS; ++c) chunk[c] = *(const uint4*)(stage + c * TILE_CHUNK + r * 512 + lane * 16);
 #pragma unroll
     for (int g = 0; g < GROUPS; ++g) {
       int sums[4] = {};
@@ -173,7 +174,7 @@ __device__ __forceinline__ void multiply_slice(
     float (&to)[4] = GROUP ? sums : total[r];
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
-      uint4 words = *(const uint4*)(stage + c * PART + r * 512 + lane * 16);
+      uint4 words = *(const uint4*)(stage + c * TILE_CHUNK + r * 512 + lane * 16);
       mma(to, place_e4m3(words.x, 0), place_e4m3(words.y, 0), place_e4m3(words.x, 1), place_e4m3(words.y, 1),
           b[c].x, b[c].y);
       mma(to, place_e4m3(words.z, 0), place_e4m3(words.w, 0), place_e4m3(words.z, 1), place_e4m3(words.w, 1),
@@ -208,7 +209,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantized_gemv(
   // A lane copies one part of each stage: 16 to 64 neighbouring rows of a chunk, or of the scales of a group.
   int load_tile = first_tile, load_slice = 0, to = 0, bytes = 0;
   const unsigned char* from = nullptr;
-  int piece = lane / PARTS, part = lane % PARTS;
+  int piece = lane / COPIES, part = lane % COPIES;
   bool levels = part < CHUNKS;
   int pitch = levels ? CHUNKS * CHUNK : GROUPS * 256;  // bytes of a slice of 64 rows
   auto load = [&](int slot) {
@@ -219,7 +220,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantized_gemv(
       long long line = min(aligned / 4, (N + 63) / 64 - 1);  // of 64 rows; beyond the weight any will do
       from = (const unsigned char*)(levels ? weight : scales) + (line * slices + begin) * pitch;
       from += (levels ? part * CHUNK : (part - CHUNKS) * 256) + low % 4 * row_bytes;
-      to = (levels ? part * PART : LEVELS + (part - CHUNKS) * SCALES) + (low - first) * row_bytes;
+      to = (levels ? part * TILE_CHUNK : LEVELS + (part - CHUNKS) * SCALES) + (low - first) * row_bytes;
       bytes = blocks * row_bytes;
     }
     Barrier* barrier = &full[warp][slot];
@@ -284,8 +285,9 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantized_gemv(
   int slot = 0, parity = 0, step = 0;
   float scale = SUM_UNIT;  // factor of all sums
   for (int tile = first_tile; tile < tiles; tile += stride) {
-    int width = GATED ? N / 2 : N, at = split * OWN + thread, n = tile * OUTPUTS + at;  // the thread's column of y
-    bool ends = thread < OWN && n < width;
+    int width = GATED ? N / 2 : N;
+    int at = split * OWN_COLUMNS + thread, n = tile * OUTPUTS + at;  // the thread's column of y
+    bool ends = thread < OWN_COLUMNS && n < width;
     // Operands of the tile's epilogue are loaded before its products.
     T before = {}, biases[2] = {};
     float factors[2] = {1.f, 1.f};
@@ -321,7 +323,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantized_gemv(
     if (SPLIT > 1) {  // a row's sum goes to the block of its epilogue, the sum of squares to all blocks
       wait_for_cluster();  // the other blocks have begun, and have read the sums of the tile before
       float* to = &received[split][SPLIT > 1 ? thread : 0];
-      int owner = (GATED ? thread / 16 * 8 + thread % 8 : thread) / OWN;
+      int owner = (GATED ? thread / 16 * 8 + thread % 8 : thread) / OWN_COLUMNS;
       if (thread < ROWS) store_at(address_in(owner, to), add_warps(thread));
       if (scales_x && thread == ROWS)
 #pragma unroll

@@ -35,7 +35,7 @@ constexpr int S_UNITS = WEIGHT == E2M1 ? CHUNKS : GROUP ? BLOCK_K / UNIT : 0;
 constexpr int S_TILE = S_UNITS * S_UNIT;
 constexpr int STAGE = (X_STAGE + W_TILES * (W_TILE + S_TILE) + 1023) / 1024 * 1024;
 constexpr bool ROW_SCALES = GROUP == 0 && WEIGHT != E2M1;  // a row has one scale, for the epilogue
-constexpr int AHEAD = STAGES - 1;
+constexpr int STAGES_AHEAD = STAGES - 1;           // stages that are being loaded
 constexpr int ROW_STEP = THREADS / 8;              // rows of 128 bytes that the block's threads load at a time
 constexpr int X_LOADS = (X_HEIGHT * BOXES + ROW_STEP - 1) / ROW_STEP;
 constexpr int X_ROWS = ROW_STEP < X_HEIGHT ? X_HEIGHT / ROW_STEP : 1;  // rows of x of which a thread loads a part
@@ -171,15 +171,15 @@ __device__ __forceinline__ void multiply_many(float (&total)[HEIGHT][TILES][4], 
 // which are the columns from `first` on. Blocks divide them by pieces of eight columns: with 64 outputs and eight
 // blocks, block 3 adds up piece 3, which all blocks store to its shared memory.
 __device__ __forceinline__ void add_up(const uint4* outputs, int first, const T* residual, T* out, int N) {
-  constexpr int PIECES = BLOCK_N / 8, OWN = (PIECES + TAKEN - 1) / TAKEN;
-  __shared__ uint4 parts[TAKEN][OWN];  // of the cluster's blocks
+  constexpr int PIECES = BLOCK_N / 8, OWN_PIECES = (PIECES + TAKEN - 1) / TAKEN;
+  __shared__ uint4 parts[TAKEN][OWN_PIECES];  // of the cluster's blocks
   int thread = threadIdx.x, rank = blockIdx.x % TAKEN;
   wait_for_cluster();  // all blocks have begun
   if (thread < PIECES) store_at(address_in(thread % TAKEN, &parts[rank][thread / TAKEN]), outputs[thread]);
   __syncwarp();
   arrive_at_cluster(), wait_for_cluster();
   int piece = thread * TAKEN + rank, column = first + piece * 8;
-  if (thread >= OWN || piece >= PIECES || column >= N) return;
+  if (thread >= OWN_PIECES || piece >= PIECES || column >= N) return;
   Vec<8> result = {};
   if (residual) result = *(const Vec<8>*)(residual + column);
   float sum[8];
@@ -268,7 +268,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
   }
   __syncthreads();
   if (thread == 0)
-    for (int s = 0; s < min(AHEAD, steps); ++s) load_weight(s);
+    for (int s = 0; s < min(STAGES_AHEAD, steps); ++s) load_weight(s);
 
   int chunk = thread & 7, first_row = thread / 8;  // of a stage's rows of 128 bytes, of x
   bool few = M_MAX == 16 && tile.count <= 8;
@@ -299,7 +299,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
   auto commit = [] { asm volatile("cp.async.commit_group;" ::: "memory"); };
   if (!GATED) wait_for_predecessor(), start_successor();
 #pragma unroll
-  for (int s = 0; s < AHEAD; ++s) {
+  for (int s = 0; s < STAGES_AHEAD; ++s) {
     if (s < steps) load_x(s);
     commit();
   }
@@ -327,13 +327,13 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
   x_addresses<8>(at_few, base);
   for (int step = 0; step < steps; ++step) {
     int slot = step % STAGES;
-    asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory");
+    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES_AHEAD - 1) : "memory");
     if (WGMMA) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncthreads();
-    if (step + AHEAD < steps) {
-      if (thread == 0) load_weight(step + AHEAD);
+    if (step + STAGES_AHEAD < steps) {
+      if (thread == 0) load_weight(step + STAGES_AHEAD);
       __syncwarp();
-      load_x(step + AHEAD);
+      load_x(step + STAGES_AHEAD);
     }
     commit();
     wait(&full[slot], step / STAGES & 1);

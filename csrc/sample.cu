@@ -517,20 +517,20 @@ __device__ __forceinline__ void weigh(const Row& row, unsigned limit, Shared& s)
 // The place at which the running weight exceeds a uniform part of the whole; `fallback` if nothing weighs anything.
 __device__ __forceinline__ int choose(
     const Row& row, unsigned limit, long long seed, int position, int fallback, Shared& s) {
-  constexpr int OWN = MAX_GROUPS / THREADS;
+  constexpr int THREAD_GROUPS = MAX_GROUPS / THREADS;
   int lane = threadIdx.x & 31;
   Amount own = {0, 0}, total;
 #pragma unroll
-  for (int i = 0; i < OWN; ++i) {
-    int group = threadIdx.x * OWN + i;
+  for (int i = 0; i < THREAD_GROUPS; ++i) {
+    int group = threadIdx.x * THREAD_GROUPS + i;
     if (group < row.groups) own.mass += (u64)(s.weight[group] * MASS_ONE);
   }
   Amount sum = scan(own, s, total);
   if (total.mass == 0) return fallback;
   u64 target = uniform_part(seed, position, total.mass);
 #pragma unroll
-  for (int i = 0; i < OWN; ++i) {
-    int group = threadIdx.x * OWN + i;
+  for (int i = 0; i < THREAD_GROUPS; ++i) {
+    int group = threadIdx.x * THREAD_GROUPS + i;
     u64 mass = group < row.groups ? (u64)(s.weight[group] * MASS_ONE) : 0;
     if (sum.mass <= target && target < sum.mass + mass) s.group = group, s.rest = target - sum.mass;
     sum.mass += mass;

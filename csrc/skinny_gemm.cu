@@ -27,15 +27,15 @@
 constexpr int BLOCK_THREADS = 128;
 constexpr int COLUMNS = 4096 / BLOCK_N;      // columns of a stage
 constexpr int LINE = COLUMNS * sizeof(T);    // bytes of a row of a stage
-constexpr int PARTS = LINE / 16;             // 16-byte parts of such a row
+constexpr int ROW_VECTORS = LINE / 16;       // 16-byte vectors of such a row
 constexpr int WARPS_N = BLOCK_N / 16;
 constexpr int WARPS_K = BLOCK_THREADS / 32 / WARPS_N;  // warps with the same rows, 64 columns of a stage each
 constexpr int W_STAGE = BLOCK_N * LINE;      // bytes
 constexpr int X_STAGE = M_MAX * LINE;        // bytes
 constexpr int STAGE = W_STAGE + X_STAGE + (NORM ? LINE : 0);
-constexpr int AHEAD = STAGES - 1;            // stages that are being loaded
-constexpr int SHARE = BLOCK_N / CLUSTER;     // rows of the weight whose sums a block adds up
-constexpr int OUTPUTS = GATED ? SHARE / 2 : SHARE;
+constexpr int STAGES_AHEAD = STAGES - 1;     // stages that are being loaded
+constexpr int OWN_WEIGHT_ROWS = BLOCK_N / CLUSTER;  // rows of the weight whose sums a block adds up
+constexpr int OUTPUTS = GATED ? OWN_WEIGHT_ROWS / 2 : OWN_WEIGHT_ROWS;
 constexpr int TILES = M_MAX / 8;
 
 extern __shared__ __align__(1024) unsigned char memory[];
@@ -103,7 +103,7 @@ __device__ __forceinline__ void multiply_stage(
   }
 }
 
-using Sums = float[CLUSTER * WARPS_K][SHARE][M_MAX];
+using Sums = float[CLUSTER * WARPS_K][OWN_WEIGHT_ROWS][M_MAX];
 using Squares = float[CLUSTER * BLOCK_THREADS / 32][NORM ? M_MAX : 2];  // by warp of the cluster and row of x
 
 // The main loop: this block's part of K; then all blocks exchange their sums, and those of the squares of x.
@@ -114,8 +114,8 @@ __device__ __forceinline__ void multiply(
   int stages = K / COLUMNS, begin = stages * rank / CLUSTER, count = stages * (rank + 1) / CLUSTER - begin;
 
   // A thread copies 16 bytes of four lines of a stage. GATED: the first half of the lines are gates.
-  constexpr int LINES = BLOCK_THREADS / PARTS;  // lines that the block copies at a time
-  int part = thread % PARTS, copied = thread / PARTS, half = N / 2;
+  constexpr int LINES = BLOCK_THREADS / ROW_VECTORS;  // lines that the block copies at a time
+  int part = thread % ROW_VECTORS, copied = thread / ROW_VECTORS, half = N / 2;
   const T* w_from[4];
 #pragma unroll
   for (int q = 0; q < 4; ++q) {
@@ -128,7 +128,7 @@ __device__ __forceinline__ void multiply(
     unsigned char* to = memory + stage % STAGES * STAGE;
 #pragma unroll
     for (int q = 0; q < 4; ++q) copy_async(to + swizzled(copied + q * LINES, part), w_from[q] + stage * COLUMNS);
-    if (NORM && thread < PARTS)
+    if (NORM && thread < ROW_VECTORS)
       copy_async(to + W_STAGE + X_STAGE + part * 16, norm + (begin + stage) * COLUMNS + part * 8);
   };
   const T* x_from = x + begin * COLUMNS + part * 8;
@@ -139,7 +139,7 @@ __device__ __forceinline__ void multiply(
   };
 
 #pragma unroll
-  for (int s = 0; s < AHEAD; ++s) {
+  for (int s = 0; s < STAGES_AHEAD; ++s) {
     if (s < count) copy_weight(s);
     close_group();
   }
@@ -147,7 +147,7 @@ __device__ __forceinline__ void multiply(
   start_successor();
 
 #pragma unroll
-  for (int s = 0; s < AHEAD; ++s) {
+  for (int s = 0; s < STAGES_AHEAD; ++s) {
     if (s < count) copy_x(s);
     close_group();
   }
@@ -155,9 +155,9 @@ __device__ __forceinline__ void multiply(
   float acc[TILES][4] = {}, square[TILES] = {};
   int row_warp = warp / WARPS_K, sharer = warp % WARPS_K;
   for (int i = 0; i < count; ++i) {
-    wait_group<AHEAD - 1>();
+    wait_group<STAGES_AHEAD - 1>();
     __syncthreads();
-    if (i + AHEAD < count) copy_weight(i + AHEAD), copy_x(i + AHEAD);
+    if (i + STAGES_AHEAD < count) copy_weight(i + STAGES_AHEAD), copy_x(i + STAGES_AHEAD);
     close_group();
     multiply_stage(memory + i % STAGES * STAGE, acc, square, row_warp, sharer);
   }

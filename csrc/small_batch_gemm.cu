@@ -33,10 +33,10 @@ constexpr int STAGE = X_STAGE + W_STAGE;
 static_assert(STAGE >= 64 * LINE, "wgmma reads 64 rows");
 constexpr int OUTPUTS = GATED ? BLOCK_N / 2 : BLOCK_N;
 constexpr int STRIDE = BLOCK_N % 16 ? BLOCK_N : BLOCK_N + 8;  // floats of a row of sums, without bank conflicts
-constexpr int OWN = (X_ROWS + SPLIT - 1) / SPLIT;    // rows of x, at most, whose sums a block adds up
+constexpr int OWN_ROWS = (X_ROWS + SPLIT - 1) / SPLIT;  // rows of x, at most, whose sums a block adds up
 // Iterations in which the block's threads add these up, four sums each.
-constexpr int TURNS = (OWN * (OUTPUTS / 4) + CONSUMERS - 1) / CONSUMERS;
-constexpr bool FETCHES = !GATED && TURNS <= 16;      // the residual is loaded before the sums arrive: it fits registers
+constexpr int TURNS = (OWN_ROWS * (OUTPUTS / 4) + CONSUMERS - 1) / CONSUMERS;
+constexpr bool FETCHES = !GATED && TURNS <= 16;  // the residual is loaded before the sums arrive: it fits registers
 
 extern __shared__ __align__(1024) unsigned char memory[];  // the ring; then the sums
 

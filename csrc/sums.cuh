@@ -32,17 +32,15 @@ constexpr int OWN_TILES = BY_ROWS ? TILES / SPLIT : 1;  // tiles of eight rows o
 constexpr int PITCH = OUTPUTS + 8;                 // values of a row of y in shared memory, without bank conflicts
 constexpr int PIECES = OUTPUTS / 8;                // 16-byte pieces of a row of y
 constexpr int COPIES = (OWN_TILES * 8 * PIECES + CONSUMERS - 1) / CONSUMERS;  // of pieces, by a thread
-constexpr bool AHEAD = COPIES <= 4;                // the residual is fetched before the sums are there
 
 // Constants of add_up_columns.
-constexpr int OWN = OUTPUTS / SPLIT;               // columns of y that a block adds up
+constexpr int OWN_COLUMNS = OUTPUTS / SPLIT;       // columns of y that a block adds up
 constexpr int SLOTS = BLOCK_N / SPLIT;             // rows of the weight that these columns come from
 constexpr int STRIDE = M_MAX + 2;                  // floats of a row of the weight's sums in shared memory
-constexpr int TURNS = (M_MAX * OWN + CONSUMERS - 1) / CONSUMERS;
-constexpr bool FETCHES = !GATED && TURNS <= 16;    // the residual is fetched before the sums are there
+constexpr int TURNS = (M_MAX * OWN_COLUMNS + CONSUMERS - 1) / CONSUMERS;
 
-constexpr int PART = BY_ROWS ? OWN_TILES * CONSUMERS * 4 : SLOTS * STRIDE;  // floats that a block sends to another one
-constexpr int SENT_BYTES = SPLIT * (PART + (NORM ? M_MAX : 0)) * 4;       // bytes that a block receives
+constexpr int SENT = BY_ROWS ? OWN_TILES * CONSUMERS * 4 : SLOTS * STRIDE;  // floats that a block sends to another one
+constexpr int SENT_BYTES = SPLIT * (SENT + (NORM ? M_MAX : 0)) * 4;         // bytes that a block receives
 
 __device__ __forceinline__ void meet_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
 
@@ -68,7 +66,7 @@ __device__ __forceinline__ void exchange(
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   meet_consumers();
   if (thread < SPLIT)
-    send(address_in(thread, here + split * PART), memory + thread * PART, PART * 4, address_in(thread, received));
+    send(address_in(thread, here + split * SENT), memory + thread * SENT, SENT * 4, address_in(thread, received));
   if (NORM && thread < SPLIT)
     send(address_in(thread, row_scale.squares + split * M_MAX), row_scale.own(), M_MAX * 4,
          address_in(thread, received));
@@ -124,23 +122,24 @@ __device__ __forceinline__ void add_up_rows(
     m = piece / PIECES, n = piece % PIECES * 8;
     return m < OWN_TILES * 8 && first + m < M && column + n < width;
   };
-  Vec<8> fetched[AHEAD ? COPIES : 1];
-  if (AHEAD && residual)
+  constexpr bool FETCHES = COPIES <= 4;  // the residual is loaded before the sums arrive: it fits registers
+  Vec<8> fetched[FETCHES ? COPIES : 1];
+  if (FETCHES && residual)
 #pragma unroll
     for (int i = 0, m, n; i < COPIES; ++i)
       if (place(i, m, n))
-        fetched[AHEAD ? i : 0] = *(const Vec<8>*)(residual + (long long)(first + m) * width + column + n);
+        fetched[FETCHES ? i : 0] = *(const Vec<8>*)(residual + (long long)(first + m) * width + column + n);
   if (SPLIT > 1) {
 #pragma unroll
     for (int t = 0; t < TILES; ++t) *(float4*)(memory + (t * CONSUMERS + thread) * 4) = *(const float4*)sums[t];
-    float* here = memory + SPLIT * PART;
+    float* here = memory + SPLIT * SENT;
     exchange(memory, here, received, row_scale, split, thread);
 #pragma unroll
     for (int t = 0; t < OWN_TILES; ++t) {
       float4 v = {};
 #pragma unroll
       for (int s = 0; s < SPLIT; ++s) {
-        float4 part = *(const float4*)(here + s * PART + (t * CONSUMERS + thread) * 4);
+        float4 part = *(const float4*)(here + s * SENT + (t * CONSUMERS + thread) * 4);
         v.x += part.x, v.y += part.y, v.z += part.z, v.w += part.w;
       }
       sums[t][0] = v.x, sums[t][1] = v.y, sums[t][2] = v.z, sums[t][3] = v.w;
@@ -175,7 +174,7 @@ __device__ __forceinline__ void add_up_rows(
     Vec<8> y = *(const Vec<8>*)(lines + m * PITCH + n);
     long long to = (long long)(first + m) * width + column + n;
     if (residual) {
-      Vec<8> before = AHEAD ? fetched[AHEAD ? i : 0] : *(const Vec<8>*)(residual + to);
+      Vec<8> before = FETCHES ? fetched[FETCHES ? i : 0] : *(const Vec<8>*)(residual + to);
 #pragma unroll
       for (int j = 0; j < 8; ++j) y.v[j] = from_float<T>(to_float(y.v[j]) + to_float(before.v[j]));
     }
@@ -192,35 +191,36 @@ __device__ __forceinline__ void add_up_columns(
     const float (*total)[4], float* memory, Barrier* received, int first, int rows, int N,
     const float* row_scales, const T* bias, const RowScale& row_scale, const T* residual, T* out) {
   int split = blockIdx.x, thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
-  int width = GATED ? N / 2 : N, column = blockIdx.z * OUTPUTS + split * OWN;  // the first of this block's
+  int width = GATED ? N / 2 : N, column = blockIdx.z * OUTPUTS + split * OWN_COLUMNS;  // the first of this block's
+  constexpr bool FETCHES = !GATED && TURNS <= 16;  // as in add_up_rows
   T fetched[FETCHES ? TURNS : 1] = {};
   if (FETCHES && residual)
 #pragma unroll
     for (int turn = 0; turn < TURNS; ++turn) {
-      int i = thread + turn * CONSUMERS, m = i / OWN, n = column + i % OWN;
+      int i = thread + turn * CONSUMERS, m = i / OWN_COLUMNS, n = column + i % OWN_COLUMNS;
       if (m < rows && n < width) fetched[turn] = residual[(long long)(first + m) * N + n];
     }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    int output = (warp * 16 + (GATED ? 0 : h * 8)) / (GATED ? 2 : 1) + (lane >> 2), owner = output / OWN;
-    int slot = GATED ? output % OWN * 2 + h : output % OWN;
-    float* to = memory + owner * PART + slot * STRIDE + (lane & 3) * 2;
+    int output = (warp * 16 + (GATED ? 0 : h * 8)) / (GATED ? 2 : 1) + (lane >> 2), owner = output / OWN_COLUMNS;
+    int slot = GATED ? output % OWN_COLUMNS * 2 + h : output % OWN_COLUMNS;
+    float* to = memory + owner * SENT + slot * STRIDE + (lane & 3) * 2;
 #pragma unroll
     for (int t = 0; t < TILES; ++t) *(Vec2*)(to + t * 8) = Vec2{total[t][h * 2], total[t][h * 2 + 1]};
   }
-  float* here = memory + SPLIT * PART;
+  float* here = memory + SPLIT * SENT;
   exchange(memory, here, received, row_scale, split, thread);
   memory = here;
 
 #pragma unroll (FETCHES ? TURNS : 1)
   for (int turn = 0; turn < TURNS; ++turn) {
-    int i = thread + turn * CONSUMERS, m = i / OWN, at = i % OWN, n = column + at;
+    int i = thread + turn * CONSUMERS, m = i / OWN_COLUMNS, at = i % OWN_COLUMNS, n = column + at;
     if (m >= rows || n >= width) continue;
     float y = 0.f, up = 0.f;
 #pragma unroll
     for (int s = 0; s < SPLIT; ++s) {
-      y += memory[s * PART + (GATED ? at * 2 : at) * STRIDE + m];
-      if (GATED) up += memory[s * PART + (at * 2 + 1) * STRIDE + m];
+      y += memory[s * SENT + (GATED ? at * 2 : at) * STRIDE + m];
+      if (GATED) up += memory[s * SENT + (at * 2 + 1) * STRIDE + m];
     }
     float scale = row_scale(m);
     y *= scale, up *= scale;
