@@ -2,8 +2,6 @@
 #pragma once
 #include "common.cuh"
 
-__device__ __forceinline__ unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
-
 // Wait until all threads of the cluster are here. Orders no memory accesses but the initialization of barriers, which
 // has a fence of its own.
 __device__ __forceinline__ void meet_cluster() {

@@ -63,6 +63,8 @@ template <int N, typename U = T> struct alignas(N * sizeof(U)) Vec { U v[N]; };
 struct alignas(8) Vec2 { float x, y; };
 constexpr int VEC = 16 / sizeof(T);  // elements of one 16-byte access
 
+__device__ __forceinline__ unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset >>= 1) x += __shfl_xor_sync(0xffffffffu, x, offset);

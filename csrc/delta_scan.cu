@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_scan(
         if (thread < CHUNK)
           copy_16(
               stage.gates[thread], gates + (row_of_head + min(thread, count - 1) * value_heads) * 4, thread < count);
-        close_group();
+        commit_group();
         if (chunk == 0) {
           for (int i = thread; i < COLUMNS; i += LOADERS) keep_input(2 * key_heads * HEAD + head * HEAD + column + i);
           if (head % group == 0 && column == 0)

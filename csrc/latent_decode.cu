@@ -74,13 +74,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_decode(
   // End of the tiles that are loaded early.
   int early = table_rows ? begin : min(min(begin + STAGES_AHEAD, end), (length - 1) / TILE);
   if (begin < end) find(begin);
-  for (int tile = begin; tile < early; ++tile) load(tile), close_group(), find(min(tile + 1, end - 1));
+  for (int tile = begin; tile < early; ++tile) load(tile), commit_group(), find(min(tile + 1, end - 1));
   wait_for_predecessor();
   start_successor();
   if (begin >= end) return;
   for (int tile = max(begin, early); tile < begin + STAGES_AHEAD; ++tile) {
     if (tile < end) load(tile), find(min(tile + 1, end - 1));
-    close_group();
+    commit_group();
   }
   long long at_head = (long long)row * num_heads + first_head;
   int tokens = warp % 4 * 8, half = warp / 4 * HALF;  // tokens and dimensions of this warp's scores
@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_decode(
     __syncthreads();
     T(*rows)[STRIDE] = shared.rows[tile % STAGES];
     if (tile + STAGES_AHEAD < end) load(tile + STAGES_AHEAD), find(min(tile + STAGES_AHEAD + 1, end - 1));
-    close_group();
+    commit_group();
 
     float s[2][4] = {};
 #pragma unroll

@@ -118,14 +118,14 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
     if (chunk == 0 && token < BLOCK_M) pair_of[token] = pair;
   }
 
-  unsigned base = (unsigned)__cvta_generic_to_shared(memory);
+  unsigned base = shared_address(memory);
   int steps = (K + BLOCK_K - 1) / BLOCK_K;
   auto load_a = [&](int step) {
     unsigned to = base + step % STAGES * STAGE_BYTES;
     bool in = step * BLOCK_K + chunk * 8 < K;
 #pragma unroll
     for (int i = 0; i < A_LOADS; ++i)
-      copy_async(to + place(row + i * ROW_STEP, chunk), a[i] + (in ? step * BLOCK_K : 0), in && a_real[i]);
+      copy_16(to + place(row + i * ROW_STEP, chunk), a[i] + (in ? step * BLOCK_K : 0), in && a_real[i]);
   };
   auto load_b = [&](int step) {
     unsigned to = base + step % STAGES * STAGE_BYTES + BLOCK_N * BLOCK_K * 2;
@@ -133,9 +133,8 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
 #pragma unroll
     for (int i = 0; i < B_LOADS; ++i)
       if (BLOCK_M % ROW_STEP == 0 || row + i * ROW_STEP < BLOCK_M)
-        copy_async(to + place(row + i * ROW_STEP, chunk), b[i] + (in ? step * BLOCK_K : 0), in && b_real[i]);
+        copy_16(to + place(row + i * ROW_STEP, chunk), b[i] + (in ? step * BLOCK_K : 0), in && b_real[i]);
   };
-  auto commit = [] { asm volatile("cp.async.commit_group;" ::: "memory"); };
 
 #pragma unroll
   for (int s = 0; s < STAGES_AHEAD; ++s)
@@ -144,14 +143,14 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
 #pragma unroll
   for (int s = 0; s < STAGES_AHEAD; ++s) {
     if (s < steps) load_b(s);
-    commit();
+    commit_group();
   }
 
   float acc[2][PAIRS][TILES][4] = {};
 #if WARPGROUP
   int group_row = warp_row / 4 * 64;
   for (int step = 0; step < steps; ++step) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES_AHEAD - 1) : "memory");
+    wait_group<STAGES_AHEAD - 1>();
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncthreads();
     unsigned rows = base + step % STAGES * STAGE_BYTES, tokens = rows + BLOCK_N * BLOCK_K * 2;
@@ -166,7 +165,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     // The stage that is filled here was read two steps ago, by wgmma that all warps have waited for.
     if (step + STAGES_AHEAD < steps) load_a(step + STAGES_AHEAD), load_b(step + STAGES_AHEAD);
-    commit();
+    commit_group();
     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
   }
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
@@ -174,23 +173,23 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
   int a_row = lane & 15, a_chunk = lane >> 4;                      // what this lane's address names
   int b_row = (lane & 7) + (lane >> 4) * 8, b_chunk = lane >> 3 & 1;
   for (int step = 0; step < steps; ++step) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES_AHEAD - 1) : "memory");
+    wait_group<STAGES_AHEAD - 1>();
     __syncthreads();
     if (step + STAGES_AHEAD < steps) load_a(step + STAGES_AHEAD), load_b(step + STAGES_AHEAD);
-    commit();
+    commit_group();
     unsigned rows = base + step % STAGES * STAGE_BYTES, tokens = rows + BLOCK_N * BLOCK_K * 2;
 #pragma unroll
     for (int k = 0; k < BLOCK_K / 16; ++k) {
       unsigned right[TILES / 2][4];
 #pragma unroll
       for (int t = 0; t < TILES / 2; ++t)
-        load_matrices(right[t], tokens + place((warp_token * TILES / 2 + t) * 16 + b_row, k * 2 + b_chunk));
+        ldmatrix(right[t], tokens + place((warp_token * TILES / 2 + t) * 16 + b_row, k * 2 + b_chunk));
 #pragma unroll
       for (int half = 0; half < 2; ++half)
 #pragma unroll
         for (int p = 0; p < PAIRS; ++p) {
           unsigned left[4];
-          load_matrices(left, rows + place(half * HALF + (warp_row * PAIRS + p) * 16 + a_row, k * 2 + a_chunk));
+          ldmatrix(left, rows + place(half * HALF + (warp_row * PAIRS + p) * 16 + a_row, k * 2 + a_chunk));
 #pragma unroll
           for (int t = 0; t < TILES; ++t)
             mma(acc[half][p][t], left[0], left[1], left[2], left[3], right[t / 2][t % 2 * 2],
@@ -201,7 +200,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
 #endif
 
   // The results go through shared memory, so that rows are written 16 bytes at a time.
-  asm volatile("cp.async.wait_group 0;" ::: "memory");
+  wait_group<0>();
   __syncthreads();
   constexpr int STRIDE = OUTPUTS + 8;
   T* result = (T*)memory;

@@ -1,21 +1,9 @@
-// Common parts of the grouped products (moe_gemm.cu, quantized_moe.cu): copies of a tile's operands and the activation.
+// Common parts of the grouped products (moe_gemm.cu, quantized_moe.cu): the swizzle of a tile's operands and the
+// activation.
 // CLAMPED is a macro: the activation is gpt-oss's, with `alpha` and `limit`; otherwise silu, or gelu (common.cuh).
 #pragma once
 #include "moe.cuh"
-
-// Copy 16 bytes, or zeros unless they are `real`.
-__device__ __forceinline__ void copy_async(unsigned to, const void* from, bool real) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0)
-               : "memory");
-}
-
-// Load four 8 x 8 matrices: lanes 8i to 8i + 7 pass the addresses of the rows of matrix i.
-__device__ __forceinline__ void load_matrices(unsigned (&m)[4], unsigned address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-               : "r"(address)
-               : "memory");
-}
+#include "tiles.cuh"
 
 // Offset of 16 bytes, a chunk, in swizzled rows of 128 bytes, so that the same chunk of eight rows lies in different
 // banks. It is also the 128-byte swizzle of Hopper's matrix descriptors.

@@ -85,7 +85,7 @@ struct Share {
   }
 };
 
-// Addresses in the ring's first stage, which begins at `stage`, that a lane passes to load_matrices for the right
+// Addresses in the ring's first stage, which begins at `stage`, that a lane passes to ldmatrix for the right
 // operands of 64 columns: each load has 8 rows and 32 columns of x for 8 PAIRS, or 16 rows and 16 columns for more.
 template <int PAIRS> __device__ __forceinline__ void x_addresses(unsigned (&at)[4], unsigned stage) {
   int lane = threadIdx.x & 31;
@@ -112,10 +112,10 @@ template <int PAIRS> __device__ __forceinline__ void multiply(
       int k = c * CHUNK_K + s * 16;
       unsigned from = at[k % 64 / 16] + stage + k / 64 * BOX;
       if (PAIRS == 8) {
-        if (s % 2 == 0) load_matrices(b[0], from);
+        if (s % 2 == 0) ldmatrix(b[0], from);
       } else {
 #pragma unroll
-        for (int t = 0; t < PAIRS / 16; ++t) load_matrices(b[t], from + t * 16 * LINE);
+        for (int t = 0; t < PAIRS / 16; ++t) ldmatrix(b[t], from + t * 16 * LINE);
       }
 #pragma unroll
       for (int r = 0; r < HEIGHT; ++r)
@@ -293,15 +293,14 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
     for (int i = 0; i < X_LOADS; ++i) {
       int r = i % X_ROWS, at = first + i / X_ROWS * X_BOXES * LINE;
       if (X_HEIGHT * BOXES % ROW_STEP == 0 || first_row + i * ROW_STEP < X_HEIGHT * BOXES)
-        copy_async(to + i * ROW_STEP * LINE, rows[r] + at, at < bytes[r]);
+        copy_16(to + i * ROW_STEP * LINE, rows[r] + at, at < bytes[r]);
     }
   };
-  auto commit = [] { asm volatile("cp.async.commit_group;" ::: "memory"); };
   if (!GATED) wait_for_predecessor(), start_successor();
 #pragma unroll
   for (int s = 0; s < STAGES_AHEAD; ++s) {
     if (s < steps) load_x(s);
-    commit();
+    commit_group();
   }
 
   float sums[HEIGHT][TILES][4] = {};
@@ -327,7 +326,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
   x_addresses<8>(at_few, base);
   for (int step = 0; step < steps; ++step) {
     int slot = step % STAGES;
-    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES_AHEAD - 1) : "memory");
+    wait_group<STAGES_AHEAD - 1>();
     if (WGMMA) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncthreads();
     if (step + STAGES_AHEAD < steps) {
@@ -335,7 +334,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
       __syncwarp();
       load_x(step + STAGES_AHEAD);
     }
-    commit();
+    commit_group();
     wait(&full[slot], step / STAGES & 1);
     Share share{words + slot * (STAGE / 16), scales_at + slot * (STAGE / 4)};
     if constexpr (WGMMA) multiply_many(sums, share, base + slot * STAGE);
@@ -343,7 +342,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
     else multiply<M_MAX>(sums, share, at, slot * STAGE);
   }
 
-  asm volatile("cp.async.wait_group 0;" ::: "memory");
+  wait_group<0>();
   __syncthreads();
   // The results go through shared memory, so that rows are written 16 bytes at a time.
   constexpr int STRIDE = OUTPUTS + 8;

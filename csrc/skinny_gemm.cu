@@ -20,6 +20,7 @@
 // skinny_gemm_push: y is one rank's part of an all-reduce, and goes to the buffers of all -DRANKS GPUs (push.cuh).
 #include "cluster.cuh"
 #include "mma.cuh"
+#include "tiles.cuh"
 #if RANKS > 1
 #include "push.cuh"
 #endif
@@ -43,18 +44,9 @@ extern __shared__ __align__(1024) unsigned char memory[];
 // Offset of 16 bytes of a line, swizzled by the line's number modulo 8.
 __device__ __forceinline__ int swizzled(int line, int part) { return line * LINE + ((part ^ (line & 7)) << 4); }
 
+// Copy 16 bytes; unlike copy_16 it asks L2 for no more than these.
 __device__ __forceinline__ void copy_async(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
-}
-__device__ __forceinline__ void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING> __device__ __forceinline__ void wait_group() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
-
-// Load four 8 x 8 matrices of 16-bit values: lanes 8i to 8i + 7 pass the addresses of the rows of matrix i.
-__device__ __forceinline__ void load_matrices(unsigned (&r)[4], const void* line) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(line)) : "memory");
 }
 
 // Store to the variable `mine` of the block `rank` of the cluster.
@@ -81,7 +73,7 @@ __device__ __forceinline__ void multiply_stage(
 #pragma unroll
   for (int k = 0; k < 4; ++k) {  // 16 columns each
     unsigned a[4], low = NORM ? scale[k * 8] : 0, high = NORM ? scale[k * 8 + 4] : 0;
-    load_matrices(a, ws + swizzled(w_line, k * 2 + w_part));
+    ldmatrix(a, shared_address(ws + swizzled(w_line, k * 2 + w_part)));
     // b0 and b1: columns 2p, 2p + 1 and 2p + 8, 2p + 9 of row g of x. Warps with the same columns divide the squares.
     auto multiply_tile = [&](int t, unsigned b0, unsigned b1) {
       if (NORM) {
@@ -91,12 +83,12 @@ __device__ __forceinline__ void multiply_stage(
       mma(acc[t], a[0], a[1], a[2], a[3], b0, b1);
     };
     if constexpr (M_MAX == 8) {
-      if (k % 2 == 0) load_matrices(b, xs + swizzled(x_line, k * 2 + x_part));
+      if (k % 2 == 0) ldmatrix(b, shared_address(xs + swizzled(x_line, k * 2 + x_part)));
       multiply_tile(0, b[k % 2 * 2], b[k % 2 * 2 + 1]);
     } else {
 #pragma unroll
       for (int t = 0; t < TILES; t += 2) {
-        load_matrices(b, xs + swizzled(t * 8 + x_line, k * 2 + x_part));
+        ldmatrix(b, shared_address(xs + swizzled(t * 8 + x_line, k * 2 + x_part)));
         multiply_tile(t, b[0], b[1]), multiply_tile(t + 1, b[2], b[3]);
       }
     }
@@ -141,7 +133,7 @@ __device__ __forceinline__ void multiply(
 #pragma unroll
   for (int s = 0; s < STAGES_AHEAD; ++s) {
     if (s < count) copy_weight(s);
-    close_group();
+    commit_group();
   }
   wait_for_predecessor();
   start_successor();
@@ -149,7 +141,7 @@ __device__ __forceinline__ void multiply(
 #pragma unroll
   for (int s = 0; s < STAGES_AHEAD; ++s) {
     if (s < count) copy_x(s);
-    close_group();
+    commit_group();
   }
 
   float acc[TILES][4] = {}, square[TILES] = {};
@@ -158,7 +150,7 @@ __device__ __forceinline__ void multiply(
     wait_group<STAGES_AHEAD - 1>();
     __syncthreads();
     if (i + STAGES_AHEAD < count) copy_weight(i + STAGES_AHEAD), copy_x(i + STAGES_AHEAD);
-    close_group();
+    commit_group();
     multiply_stage(memory + i % STAGES * STAGE, acc, square, row_warp, sharer);
   }
 
