@@ -60,6 +60,14 @@ __device__ __forceinline__ unsigned long long descriptor(unsigned address) {
   return (address & 0x3ffff) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
+// `fence_products` makes registers that were written before it operands of the wgmma behind it; `commit_products` makes
+// a group of the wgmma since the last call; `wait_products` waits until all groups but the newest PENDING have ended.
+__device__ __forceinline__ void fence_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING> __device__ __forceinline__ void wait_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
 // Parts of a wgmma statement: TEN writes ten register numbers, FOUR and SIXTEEN name so many registers of the
 // accumulators c[t], c[t + 1], ...
 #define TEN(d) "%" #d "0,%" #d "1,%" #d "2,%" #d "3,%" #d "4,%" #d "5,%" #d "6,%" #d "7,%" #d "8,%" #d "9,"

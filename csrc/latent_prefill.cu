@@ -9,15 +9,15 @@
 // are launched one after another, and each is merged with those before it by their log-sum-exp (`lse`).
 //
 // -DRANK, -DNOPE and -DVALUE, multiples of 64, -DROPE 64; -DTILE: keys of a tile, 64 or 128. T is bf16 or f16. Hopper.
-#include "hopper.cuh"
 #include "mma.cuh"
+#define RIGHT_ROWS TILE
+#include "shared_product.cuh"
 
 constexpr int QUERIES = 128;
 constexpr int STAGES = 2;
 constexpr int CONSUMERS = 256;  // threads: two warpgroups
 constexpr int WARPS = CONSUMERS / 32;
 constexpr int THREADS = CONSUMERS + 128;
-constexpr int LINE = 128;              // bytes: 64 dimensions, as wide as the swizzle
 constexpr int KEY_BOXES = (NOPE + ROPE) / 64, VALUE_BOXES = VALUE / 64;
 constexpr int Q_BOX = QUERIES * LINE, BOX = TILE * LINE;  // bytes
 constexpr int K_STAGE = KEY_BOXES * BOX, V_STAGE = VALUE_BOXES * BOX;
@@ -29,24 +29,10 @@ struct Item {
   int first_query, queries, first_key, keys, offset, merges;
 };
 
-#define SIXTY_FOUR TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63"
-#define WGMMA(n, registers, operands) \
-  "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." TYPE(SCALAR) "." TYPE(SCALAR) " {" registers "}, " operands
-
-// c [64, TILE] += a [64, 16] @ b [TILE, 16]^T of a warpgroup; a and b are in shared memory.
-__device__ __forceinline__ void multiply_keys(float (*c)[4], unsigned long long a, unsigned long long b) {
-#if TILE == 128
-  asm volatile(WGMMA("128", SIXTY_FOUR, "%64, %65, 1, 1, 1, 0, 0;")
-               : SIXTEEN(0), SIXTEEN(4), SIXTEEN(8), SIXTEEN(12) : "l"(a), "l"(b));
-#else
-  asm volatile(WGMMA("64", TEN() TEN(1) TEN(2) "%30,%31", "%32, %33, 1, 1, 1, 0, 0;")
-               : SIXTEEN(0), SIXTEEN(4) : "l"(a), "l"(b));
-#endif
-}
-
 // c [64, 128] += a [64, 16] @ b [16, 128]; a is in registers, laid out as for `mma`, b in shared memory row by row.
 __device__ __forceinline__ void multiply_values(float (*c)[4], const unsigned (&a)[4], unsigned long long b) {
-  asm volatile(WGMMA("128", SIXTY_FOUR, "{%64,%65,%66,%67}, %68, 1, 1, 1, 1;")
+  asm volatile(INSTRUCTION("128") " {" TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5)
+               "%60,%61,%62,%63}, {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"
                : SIXTEEN(0), SIXTEEN(4), SIXTEEN(8), SIXTEEN(12)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
@@ -57,11 +43,9 @@ __device__ __forceinline__ unsigned long long columns_descriptor(unsigned addres
   return (address & 0x3ffff) >> 4 | (unsigned long long)(BOX >> 4) << 16 | 64ull << 32 | 1ull << 62;
 }
 
-__device__ __forceinline__ void fence_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Wait for all groups of wgmma but the last LEFT; c, one of their results, may be read only afterwards.
 template <int LEFT, int N> __device__ __forceinline__ void await_products(float (&c)[N][4]) {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+  wait_products<LEFT>();
 #pragma unroll
   for (int n = 0; n < N; ++n)
     asm volatile("" : "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])::"memory");
@@ -137,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_prefill(
     fence_products();
 #pragma unroll
     for (int i = 0; i < KEY_BOXES * 4; ++i)
-      multiply_keys(s, descriptor(q + i / 4 * Q_BOX + i % 4 * 32), descriptor(k + i / 4 * BOX + i % 4 * 32));
+      multiply_add<true>(s, descriptor(q + i / 4 * Q_BOX + i % 4 * 32), descriptor(k + i / 4 * BOX + i % 4 * 32));
     commit_products();
   };
   auto multiply_shares = [&](int tile) {

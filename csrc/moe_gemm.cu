@@ -29,26 +29,8 @@ constexpr int ROW_STEP = THREADS / ROW_VECTORS;  // rows that the block's thread
 constexpr int STAGES_AHEAD = STAGES - (WARPGROUP ? 2 : 1);  // stages being loaded, while wgmma reads two, or `mma` one
 
 #if WARPGROUP
-#define FOUR(c, t) "+f"(c[t][0]), "+f"(c[t][1]), "+f"(c[t][2]), "+f"(c[t][3])
-#define SIXTEEN(c, t) FOUR(c, t), FOUR(c, t + 1), FOUR(c, t + 2), FOUR(c, t + 3)
-#define PRODUCT(type)                                                                                              \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type                                        \
-               " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,"  \
-               "%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,"  \
-               "%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, %64, %65, 1, 1, 1, 0, 0;"                \
-               : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12)                                       \
-               : "l"(a), "l"(b))
-
-// c [64, 128] += a [64, 16] @ b [128, 16]^T of a warpgroup, whose warps have 16 rows of c each, laid out as by `mma`.
-__device__ __forceinline__ void multiply_add(float (&c)[TILES][4], unsigned long long a, unsigned long long b) {
-  if constexpr (Is<T>::bf16) PRODUCT("bf16");
-  else PRODUCT("f16");
-}
-
-// Matrix descriptor of rows of 128 bytes, swizzled, eight of them 1024 bytes apart from the next eight.
-__device__ __forceinline__ unsigned long long descriptor(unsigned address) {
-  return (address & 0x3ffff) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
-}
+#define RIGHT_ROWS BLOCK_M
+#include "shared_product.cuh"
 #endif
 
 // GATED: out[pair] = activation(gate, up) with weight [experts, 2 * N, K], bias [experts, 2 * N] and x row
@@ -154,21 +136,21 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncthreads();
     unsigned rows = base + step % STAGES * STAGE_BYTES, tokens = rows + BLOCK_N * BLOCK_K * 2;
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    fence_products();
 #pragma unroll
     for (int k = 0; k < BLOCK_K / 16; ++k)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        multiply_add(
+        multiply_add<true>(
             acc[half][0], descriptor(rows + (half * HALF + group_row) * BLOCK_K * 2 + k * 32),
             descriptor(tokens + k * 32));
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    commit_products();
     // The stage that is filled here was read two steps ago, by wgmma that all warps have waited for.
     if (step + STAGES_AHEAD < steps) load_a(step + STAGES_AHEAD), load_b(step + STAGES_AHEAD);
     commit_group();
-    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+    wait_products<1>();
   }
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  wait_products<0>();
 #else
   int a_row = lane & 15, a_chunk = lane >> 4;                      // what this lane's address names
   int b_row = (lane & 7) + (lane >> 4) * 8, b_chunk = lane >> 3 & 1;

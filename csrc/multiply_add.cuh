@@ -1,10 +1,15 @@
-// multiply_add(c, a, b): c [64, M_MAX] = a @ b^T, plus c if ADD, by one wgmma for each 128, 64, 32, 16 or 8 columns.
+// multiply_add(c, a, b): c [64, RIGHT_ROWS] = a @ b^T, plus c if ADD, by one wgmma for each 128, 64, 32, 16 or 8 columns
+// of c, which lie in the registers of a warpgroup: 16 rows for each warp, laid out as by `mma` (mma.cuh).
 //
 // The file that includes this defines the left operand a (Left: its type; LEFT: its text in the instruction;
 // LEFT_INPUTS: its asm inputs) and the instruction (INSTRUCTION of n columns; MODIFIERS). b is the matrix descriptor of
-// the right operand, rows of LINE bytes in shared memory.
+// the right operand, RIGHT_ROWS rows of LINE bytes in shared memory: the M_MAX rows of x, unless the file defines it.
 #pragma once
 #include "hopper.cuh"
+
+#ifndef RIGHT_ROWS
+#define RIGHT_ROWS M_MAX
+#endif
 
 constexpr int LINE = 128;  // bytes of a row of a stage, as wide as the swizzle
 
@@ -14,7 +19,7 @@ constexpr int LINE = 128;  // bytes of a row of a stage, as wide as the swizzle
 
 template <bool ADD, int AT = 0>
 __device__ __forceinline__ void multiply_add(float (*c)[4], Left a, unsigned long long b) {
-  constexpr int REST = M_MAX - AT, PIECE = REST >= 128 ? 128 : REST >= 64 ? 64 : REST >= 32 ? 32 : REST >= 16 ? 16 : 8;
+  constexpr int REST = RIGHT_ROWS - AT, PIECE = REST >= 128 ? 128 : REST >= 64 ? 64 : REST >= 32 ? 32 : REST >= 16 ? 16 : 8;
   if constexpr (PIECE == 128)
     asm volatile(PRODUCT("128", TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", "%64", "%65",
                          LEFT("66", "67", "68", "69"))
@@ -31,8 +36,4 @@ __device__ __forceinline__ void multiply_add(float (*c)[4], Left a, unsigned lon
   else
     asm volatile(PRODUCT("8", "%0,%1,%2,%3", "%4", "%5", LEFT("6", "7", "8", "9")) : FOUR(0) : RIGHT);
   if constexpr (REST > PIECE) multiply_add<ADD, AT + PIECE>(c + PIECE / 8, a, b + (PIECE * LINE >> 4));
-}
-
-template <int PENDING> __device__ __forceinline__ void wait_products() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }

@@ -117,13 +117,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_gemm(
       unsigned long long x = descriptor(0) >> 32 << 32 | (first_x + slot * (STAGE / 16));
 #pragma unroll
       for (int phase = 0; phase < PHASES; ++phase) {
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+        fence_products();
 #pragma unroll
         for (int s = 0; s < PRODUCTS; ++s) {
           int k = phase * PHASE_K + s * 16;  // of the stage
           multiply_add<true>(sums, a[phase & 1][s], x + (k / 64 * BOX + k % 64 * 2) / 16);
         }
-        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        commit_products();
         wait_products<1>();
         // All wgmma of the stage before, if there is one, have ended: its slot may be filled again.
         if (phase == 0) arrive(empties + before * 8, lane == 0 && left < count);

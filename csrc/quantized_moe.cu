@@ -147,7 +147,7 @@ __device__ __forceinline__ void multiply_many(float (&total)[HEIGHT][TILES][4], 
     int c = n / HEIGHT, r = n % HEIGHT;
     unsigned a[STEPS][4];
     share.below(r).decode(a, c);
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    fence_products();
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {
       int k = c * CHUNK_K + s * 16;
@@ -155,13 +155,13 @@ __device__ __forceinline__ void multiply_many(float (&total)[HEIGHT][TILES][4], 
       if (GROUP && k % UNIT == 0) multiply_add<false>(sums, a[s], here);
       else multiply_add<true>(GROUP ? sums : total[r], a[s], here);
       if (GROUP && (k + 16) % UNIT == 0) {
-        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        commit_products();
         wait_products<0>();
         if (GROUP) share.below(r).add(total[r], sums, k / UNIT);
-        if (s + 1 < STEPS) asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+        if (s + 1 < STEPS) fence_products();
       }
     }
-    if (!GROUP || (c + 1) * CHUNK_K % UNIT) asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    if (!GROUP || (c + 1) * CHUNK_K % UNIT) commit_products();
     if (n + 1 < CHUNKS * HEIGHT) wait_products<1>();
     else wait_products<0>();
   }

@@ -19,12 +19,12 @@
 //
 // GATED: the weight's first half gates its second: y [M, N / 2] = activation(gate) * up.
 // K is a multiple of 64, N of 8 (GATED: of 16). T is bf16 or f16.
-#include "hopper.cuh"
 #include "mma.cuh"
+#define RIGHT_ROWS BLOCK_N
+#include "shared_product.cuh"
 
-constexpr int BLOCK_K = 64;                // columns of a stage,
-constexpr int LINE = BLOCK_K * 2;          // in bytes: as wide as the swizzle
-constexpr int CONSUMERS = 128;          // threads: a warpgroup
+constexpr int BLOCK_K = LINE / 2;          // columns of a stage
+constexpr int CONSUMERS = 128;             // threads: a warpgroup
 constexpr int WARPS = CONSUMERS / 32;
 constexpr int THREADS = CONSUMERS + 32;
 constexpr int W_STAGE = BLOCK_N * LINE;    // bytes
@@ -39,32 +39,6 @@ constexpr int TURNS = (OWN_ROWS * (OUTPUTS / 4) + CONSUMERS - 1) / CONSUMERS;
 constexpr bool FETCHES = !GATED && TURNS <= 16;  // the residual is loaded before the sums arrive: it fits registers
 
 extern __shared__ __align__(1024) unsigned char memory[];  // the ring; then the sums
-
-#define WGMMA(n, registers, a, b)                                                                          \
-  "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." TYPE(SCALAR) "." TYPE(SCALAR) " {" registers "}, " a ", " b \
-  ", 1, 1, 1, 0, 0;"
-
-// c [64, BLOCK_N] += a [64, 16] @ b [BLOCK_N, 16]^T of a warpgroup, whose warps have 16 rows of c each, laid out as by
-// `mma`; one wgmma for each 128, 64, 32, 16 or 8 columns, from column AT on. a and b are matrix descriptors.
-template <int AT> __device__ __forceinline__ void multiply_add(
-    float (*c)[4], unsigned long long a, unsigned long long b) {
-  if constexpr (AT < BLOCK_N) {
-    constexpr int LEFT = BLOCK_N - AT;
-    constexpr int PIECE = LEFT >= 128 ? 128 : LEFT >= 64 ? 64 : LEFT >= 32 ? 32 : LEFT >= 16 ? 16 : 8;
-    if constexpr (PIECE == 128)
-      asm volatile(WGMMA("128", TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", "%64", "%65")
-                   : SIXTEEN(0), SIXTEEN(4), SIXTEEN(8), SIXTEEN(12) : "l"(a), "l"(b));
-    else if constexpr (PIECE == 64)
-      asm volatile(WGMMA("64", TEN() TEN(1) TEN(2) "%30,%31", "%32", "%33") : SIXTEEN(0), SIXTEEN(4) : "l"(a), "l"(b));
-    else if constexpr (PIECE == 32)
-      asm volatile(WGMMA("32", TEN() "%10,%11,%12,%13,%14,%15", "%16", "%17") : SIXTEEN(0) : "l"(a), "l"(b));
-    else if constexpr (PIECE == 16)
-      asm volatile(WGMMA("16", "%0,%1,%2,%3,%4,%5,%6,%7", "%8", "%9") : FOUR(0), FOUR(1) : "l"(a), "l"(b));
-    else
-      asm volatile(WGMMA("8", "%0,%1,%2,%3", "%4", "%5") : FOUR(0) : "l"(a), "l"(b));
-    multiply_add<AT + PIECE>(c + PIECE / 8, a, b + (PIECE * LINE >> 4));
-  }
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) small_batch_gemm(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, OPTIONAL const T* bias,
@@ -117,14 +91,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) small_batch_gemm(
       int stage = step % STAGES;
       wait(&full[stage], step / STAGES & 1);
       unsigned x = shared_address(x_stage(stage)), w = shared_address(w_stage(stage));
-      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+      fence_products();
 #pragma unroll
-      for (int k = 0; k < BLOCK_K / 16; ++k) multiply_add<0>(acc, descriptor(x + k * 32), descriptor(w + k * 32));
-      asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
+      for (int k = 0; k < BLOCK_K / 16; ++k) multiply_add<true>(acc, descriptor(x + k * 32), descriptor(w + k * 32));
+      commit_products();
+      wait_products<1>();
       // All wgmma of the step before have ended: its stage may be filled again.
       if (step > 0 && step - 1 + STAGES < count && lane == 0) arrive(&empty[(step - 1) % STAGES]);
     }
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    wait_products<0>();
   }
 
   // The ring is free now in all blocks of the cluster. Its memory gets the block's own sums [row of x, row of the
