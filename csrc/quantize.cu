@@ -1,16 +1,16 @@
-// Rows of x in FP8: e4m3 with a scale by which the largest of a row, or of its GROUP columns, becomes 448; or with a
-// `fixed` one for all (GROUP 0), if that is not 0.
+// Round rows of x to FP8 (e4m3) with a scale for each row, or for each group of 128 columns of a row (GROUP), by which
+// the largest magnitude becomes 448. A scale `fixed` for all rows is used instead if it is not 0 (without GROUP).
 //
-// A block of at most THREADS has a row, a thread 8 columns in each of TURNS, so that 16 threads have a group of 128.
-// NORMED: RMS-normed first, as by norm.cu. Scales are float32: GROUP [K / 128, stride], rows beside one another; else
-// [M].
+// A block of at most THREADS threads rounds one row; a thread has 8 columns in each of TURNS iterations, so that 16
+// neighbouring threads have a group. NORMED: the row is RMS-normed first, as by norm.cu. Scales are float32: [M], or
+// with GROUP [K / 128, stride], where neighbours belong to neighbouring rows.
 #include "rounding.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) quantize(
     const T* x, OPTIONAL const W* norm, float eps, e4m3* codes, float* scales, float fixed, int stride, int K) {
   __shared__ float scratch[32], sums[32];
   int row = blockIdx.x;
-  start_successor();  // which may fetch weights
+  start_successor();  // which may load its weights already
   Vec<8, W> weights[TURNS] = {};
   if (NORMED)
 #pragma unroll

@@ -1,14 +1,15 @@
-// Rows of x in FP8 with scales of groups of 128 columns, as quantize.cu makes them, without a norm.
+// Round rows of x to FP8 with a scale for each group of 128 columns, as quantize.cu does with GROUP, without a norm.
 //
-// Groups lie one after another in x, whatever row they are of. 16 threads have 8 columns each of a group, and fetch
-// TURNS groups at a time, far apart, so that few rows are divided among all threads. Scales: [K / 128, stride].
+// Groups are contiguous in x, so they are divided among threads whatever row they belong to, and a few rows keep all
+// multiprocessors busy. 16 neighbouring threads have the 8 columns each of a group, and load TURNS groups at a time, a
+// grid's width apart. Scales: [K / 128, stride].
 #include "rounding.cuh"
 
 constexpr int TURNS = 4;
 
 extern "C" __global__ void __launch_bounds__(256) quantize_groups(
     const T* x, e4m3* codes, float* scales, int stride, int M, int K) {
-  start_successor();  // which may fetch weights
+  start_successor();  // which may load its weights already
   int groups = K / 128, all = M * groups, apart = gridDim.x * 16;
   wait_for_predecessor();
   for (int first = (blockIdx.x * 256 + threadIdx.x) / 16; first < all; first += TURNS * apart) {
@@ -22,7 +23,8 @@ extern "C" __global__ void __launch_bounds__(256) quantize_groups(
 #pragma unroll
     for (int turn = 0; turn < TURNS; ++turn) {
       int group = first + turn * apart;
-      float largest = largest_of<16>(kept[turn], 0xffffu << (threadIdx.x & 16));  // the other 16 may have none
+      // The warp's other 16 threads may have no group.
+      float largest = largest_of<16>(kept[turn], 0xffffu << (threadIdx.x & 16));
       if (group >= all) break;
       float scale = fp8_scale(largest);
       int row = group / groups;
