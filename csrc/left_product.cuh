@@ -1,5 +1,5 @@
 // multiply_add (multiply_add.cuh) of 16-bit values: a [64, 16] in registers, laid out like a left operand of `mma`, and
-// b [M_MAX, 16] in shared memory.
+// b [RIGHT_ROWS, 16] in shared memory.
 #pragma once
 #include "hopper.cuh"
 

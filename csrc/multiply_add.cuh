@@ -1,5 +1,5 @@
-// multiply_add(c, a, b): c [64, RIGHT_ROWS] = a @ b^T, plus c if ADD, by one wgmma for each 128, 64, 32, 16 or 8 columns
-// of c, which lie in the registers of a warpgroup: 16 rows for each warp, laid out as by `mma` (mma.cuh).
+// multiply_add(c, a, b): c [64, RIGHT_ROWS] = a @ b^T, plus c if ADD, by one wgmma for each 128, 64, 32, 16 or 8
+// columns of c, which lie in the registers of a warpgroup: 16 rows for each warp, laid out as by `mma` (mma.cuh).
 //
 // The file that includes this defines the left operand a (Left: its type; LEFT: its text in the instruction;
 // LEFT_INPUTS: its asm inputs) and the instruction (INSTRUCTION of n columns; MODIFIERS). b is the matrix descriptor of
@@ -19,7 +19,8 @@ constexpr int LINE = 128;  // bytes of a row of a stage, as wide as the swizzle
 
 template <bool ADD, int AT = 0>
 __device__ __forceinline__ void multiply_add(float (*c)[4], Left a, unsigned long long b) {
-  constexpr int REST = RIGHT_ROWS - AT, PIECE = REST >= 128 ? 128 : REST >= 64 ? 64 : REST >= 32 ? 32 : REST >= 16 ? 16 : 8;
+  constexpr int REST = RIGHT_ROWS - AT;
+  constexpr int PIECE = REST >= 128 ? 128 : REST >= 64 ? 64 : REST >= 32 ? 32 : REST >= 16 ? 16 : 8;
   if constexpr (PIECE == 128)
     asm volatile(PRODUCT("128", TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", "%64", "%65",
                          LEFT("66", "67", "68", "69"))
