@@ -115,5 +115,5 @@ def test_a_replay_begins_where_it_is_asked_to(context: zmq.Context[zmq.Socket[by
     assert (number, rank, event["type"], event["token_ids"]) == (4, 0, "BlockStored", [4] * PAGE_SIZE)
     assert event["extra_keys"] == [[b"secret".hex()]]
     assert ask((5).to_bytes(8, "big")) == []
-    with pytest.raises(ConfigError, match="cannot be had"):
+    with pytest.raises(ConfigError, match="cannot be bound"):
         KVPublisher(context, KVEventsConfig(endpoint="tcp://192.0.2.1:5557", bind=True), PAGE_SIZE)

@@ -26,7 +26,7 @@ REPLAY_SECONDS = 5.0  # for a subscriber to take a message of its replay, before
 
 
 class KVPublisher:
-    """Publishes what `recorder` has collected; one thread calls it. ConfigError if an endpoint cannot be had."""
+    """Publishes what `recorder` has collected; one thread calls it. ConfigError for an endpoint that cannot be used."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], config: KVEventsConfig, page_size: int) -> None:
         self.recorder = EventRecorder(page_size)
@@ -96,4 +96,5 @@ def open_socket(socket: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> None
         else:
             socket.connect(endpoint)
     except zmq.ZMQError as error:
-        raise ConfigError(f"--kv-events-config: {endpoint} cannot be had: {error.strerror}") from None
+        what = "bound" if bind else "connected to"
+        raise ConfigError(f"--kv-events-config: {endpoint} cannot be {what}: {error.strerror}") from None

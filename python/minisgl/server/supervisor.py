@@ -93,7 +93,7 @@ class Terminated(Interrupted):
 
 
 def bind(host: str, port: int, send_timeout: float = HttpConfig().send_timeout) -> socket.socket:
-    """Return the listening socket. ConfigError if the address cannot be had."""
+    """Return the listening socket. ConfigError if it cannot be bound."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
