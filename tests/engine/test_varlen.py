@@ -91,10 +91,10 @@ def test_what_is_copied_at_a_time_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
     kv_lens = [40, 40, 40, 300, 5, 5, 60, 60]
     world = World(4, [1] * 8, kv_lens)
     groups = VarlenAttention(world.spec).plan(world.inputs).groups
-    assert [len(group.places) for group in groups] == [80, 40, 300, 70, 60]  # one row alone may be longer
+    assert [len(group.kv_indices) for group in groups] == [80, 40, 300, 70, 60]  # one row alone may be longer
     assert [group.tokens for group in groups] == [slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 7), slice(7, 8)]
     windowed = VarlenAttention(replace(world.spec, window=10)).plan(world.inputs).groups
-    assert [len(group.places) for group in windowed] == [70], "no more than the window is copied"
+    assert [len(group.kv_indices) for group in windowed] == [70], "no more than the window is copied"
 
 
 def test_decodes_stand_apart_from_prefills() -> None:

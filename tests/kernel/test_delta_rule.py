@@ -52,7 +52,7 @@ def test_layout_of_the_example() -> None:
     assert chunked.padded is not None
     assert (chunked.slots.tolist(), chunked.positions.tolist()) == ([9, 7], [6, 0])
     assert (chunked.padded.size, chunked.padded.active) == (32, (2,))
-    assert chunked.padded.places.tolist() == [*range(20), *range(32, 37)]
+    assert chunked.padded.indices.tolist() == [*range(20), *range(32, 37)]
     assert chunked.padded.before.tolist() == [[0, 1, 2], [23, 24, 25]]
     assert chunked.padded.last.tolist() == [[20, 21, 22], [28, 29, 30]]
 

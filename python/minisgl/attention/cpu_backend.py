@@ -34,7 +34,7 @@ class LoneDecode:
     """The only row of one query, its pages in a row in the pool. Implements Decode."""
 
     tokens: Tensor | None
-    places: slice  # of the tokens it sees, among all of the pool
+    kv_range: slice  # indices in the pool of the tokens that it sees
     as_vectors: bool  # see `attends_as_vectors`
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
@@ -51,7 +51,7 @@ class LoneDecode:
     def _seen(self, pool: Tensor) -> Tensor:
         """Return its part of a pool [pages, page_size, kv_heads, d], as a view [1, kv_heads, L, d] in one operation."""
         _, _, kv_heads, dim = pool.shape
-        token, begin, length = pool.stride(1), self.places.start, self.places.stop - self.places.start
+        token, begin, length = pool.stride(1), self.kv_range.start, self.kv_range.stop - self.kv_range.start
         return pool.as_strided((1, kv_heads, length, dim), (0, dim, token, 1), pool.storage_offset() + begin * token)
 
 

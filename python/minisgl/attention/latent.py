@@ -71,8 +71,8 @@ class LatentAttentionBackend:
 
     def _absorbed(self, every: LatentQueries, inputs: AttentionInputs, long: np.ndarray) -> AbsorbedTokens:
         """Return the tokens of the rows that are not `long`, and their plan."""
-        places = np.flatnonzero(np.repeat(~long, inputs.query_lens))
-        tokens = upload(places, inputs.page_table.device)
+        indices = np.flatnonzero(np.repeat(~long, inputs.query_lens))
+        tokens = upload(indices, inputs.page_table.device)
         rows = None if every.table_rows is None else every.table_rows[tokens]
         plan = LatentQueries(self._spec, every.lengths[tokens], every.page_table, rows, self._compiler)
         return AbsorbedTokens(tokens, plan)

@@ -32,7 +32,7 @@ _SHARED_BYTES = 220 << 10  # most shared memory of a block
 class ExpandedKeys:
     """One block of keys, in buffers that all blocks and layers of a step share."""
 
-    places: Tensor  # [K] int32: index of each key's latent in the pool, page * page_size + offset
+    kv_indices: Tensor  # [K] int32: index of each key's latent in the pool, page * page_size + offset
     items: Tensor  # [tiles, 6] int32: struct Item of latent_prefill.cu
     latents: Tensor  # [K, rank + rope_dim]
     expanded: Tensor  # [K, heads * (nope_dim + value_dim)]
@@ -56,7 +56,7 @@ class ExpandedChunks:
         """
         heads, _, rank = weight.shape
         for block in self.blocks:
-            torch.index_select(latents.flatten(0, 2), 0, block.places, out=block.latents)
+            torch.index_select(latents.flatten(0, 2), 0, block.kv_indices, out=block.latents)
             torch.mm(block.latents[:, :rank], weight.flatten(0, 1).t(), out=block.expanded)
             expanded_map, rows_map = block.maps
             self.kernel(
@@ -95,10 +95,10 @@ def plan_chunks(spec: AttentionSpec, compiler: Compiler, inputs: AttentionInputs
     for block in divided:
         keys = len(block.rows)
         row, position = upload(np.stack([block.rows, block.positions]), device)
-        places = inputs.page_table[row.long(), (position // size).long()] * size + position % size
+        kv_indices = inputs.page_table[row.long(), (position // size).long()] * size + position % size
         parts = latents[:keys], expanded[:keys]  # beyond them the kernel finds zeros
         maps = tensor_map(parts[1], tile, _COLUMNS), tensor_map(parts[0], tile, _COLUMNS)
-        blocks.append(ExpandedKeys(places, upload(block.items, device), *parts, maps))
+        blocks.append(ExpandedKeys(kv_indices, upload(block.items, device), *parts, maps))
     tokens, merges = int(inputs.query_lens.sum()), any(block.merges for block in divided)
     sums = torch.empty((tokens, spec.num_heads), dtype=torch.float32, device=device) if merges else None
     return ExpandedChunks(blocks, sums, compiler.kernel(_spec, spec), spec.softmax_scale)

@@ -34,7 +34,7 @@ class VarlenGroup:
     key_starts: Tensor  # [rows + 1] int32: prefix sums
     max_query_len: int
     max_key_len: int
-    places: Tensor  # [K] int32: where each key lies in the pool: page * page_size + offset
+    kv_indices: Tensor  # [K] int32: index of each key in the pool, page * page_size + offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class VarlenPlan:
         keys, values = kv.keys(layer).flatten(0, 1), kv.values(layer).flatten(0, 1)
         parts = []
         for group in self.groups:
-            k, v = (read_pages(pool, group.places).to(q.dtype) for pool in (keys, values))
+            k, v = (read_pages(pool, group.kv_indices).to(q.dtype) for pool in (keys, values))
             attended, lse = _attend(q[group.tokens], k, v, group, self.window, self.scale)
             parts.append(attended if sinks is None else add_sinks(attended, lse.t(), sinks))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -89,7 +89,7 @@ class VarlenAttention:
                 key_starts=F.pad(key_ends, (1, 0)),
                 max_query_len=int(query_lens[rows].max()),
                 max_key_len=int(key_lens[rows].max()),
-                places=pages * page_size + positions % page_size,
+                kv_indices=pages * page_size + positions % page_size,
             )
 
 

@@ -47,11 +47,11 @@ def step_inputs(batch: Batch) -> StepInputs[Int32Array]:
     """Return what a step reads, from its plan."""
     query_starts = np.zeros(len(batch.query_lens) + 1, dtype=np.int32)
     np.cumsum(batch.query_lens, out=query_starts[1:])
-    places = np.arange(query_starts[-1], dtype=np.int32)
+    indices = np.arange(query_starts[-1], dtype=np.int32)
     sampling = query_starts[1:][batch.needs_sample] - 1
     return StepInputs(
         token_slots=np.repeat(batch.slots, batch.query_lens),
-        positions=places - np.repeat(query_starts[:-1] - batch.start_pos, batch.query_lens),
+        positions=indices - np.repeat(query_starts[:-1] - batch.start_pos, batch.query_lens),
         slots=batch.slots,
         kv_lens=batch.start_pos + batch.query_lens,
         query_starts=query_starts,

@@ -49,12 +49,12 @@ def _process_rows(logits: Tensor, slots: Tensor, state: SlotState, bitmask: Tens
     tables, vocab = state.processing, logits.shape[1]
     lengths, prompt_lens = state.lengths[slots].unsqueeze(1), tables.prompt_lens[slots].unsqueeze(1)
     tokens = state.tokens[slots].long()  # [S, L]
-    place = torch.arange(tokens.shape[1], device=tokens.device)
-    is_known = place < lengths
-    is_output = is_known & (place >= prompt_lens)
+    position = torch.arange(tokens.shape[1], device=tokens.device)
+    is_known = position < lengths
+    is_output = is_known & (position >= prompt_lens)
 
     def per_id(ids: Tensor, wanted: Tensor, values: Tensor) -> Tensor:
-        """Return float32 [S, V]: by id the sum of the values [S, n] at its places in ids [S, n], where wanted."""
+        """Return float32 [S, V]: by id the sum of the values [S, n] where ids [S, n] have it and it is wanted."""
         sums = torch.zeros((len(slots), vocab + 1), device=logits.device)
         return sums.scatter_add_(1, torch.where(wanted, ids, vocab), values.expand(ids.shape))[:, :vocab]
 
@@ -84,7 +84,7 @@ def _process_rows(logits: Tensor, slots: Tensor, state: SlotState, bitmask: Tens
 
 def _has_begun(beginnings: Tensor, tokens: Tensor, lengths: Tensor, prompt_lens: Tensor) -> Tensor:
     """Return bool [S, n]: the output ends in that one of the beginnings [S, n, k], which are right-aligned."""
-    last = lengths + torch.arange(-beginnings.shape[2], 0, device=tokens.device)  # [S, k] places
+    last = lengths + torch.arange(-beginnings.shape[2], 0, device=tokens.device)  # [S, k] positions
     tail = torch.where(last >= prompt_lens, tokens.gather(1, last.clamp(min=0)), NO_ID - 1)
     matches: Tensor = ((beginnings == NO_ID) | (beginnings == tail.unsqueeze(1))).all(dim=2)
     return matches

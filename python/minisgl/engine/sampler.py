@@ -182,7 +182,7 @@ def _first_among_equals(ids: Tensor, tokens: Tensor, ranks: Tensor) -> Tensor:
 
     Without it, a greedy token need not be the first of its alternatives, nor one of them at all.
     """
-    token, place = tokens.unsqueeze(1), ranks.unsqueeze(1) - 1
-    at = place.clamp(max=ids.shape[1] - 1)
+    token, index = tokens.unsqueeze(1), ranks.unsqueeze(1) - 1
+    at = index.clamp(max=ids.shape[1] - 1)
     swapped = torch.where(ids == token, ids.gather(1, at), ids).scatter(1, at, token)
-    return torch.where(place == at, swapped, ids)
+    return torch.where(index == at, swapped, ids)

@@ -91,13 +91,13 @@ class SlotState:
             self.processing.enter(row)
 
     def _write(self, table: Tensor, entries: Int32Array) -> None:
-        """Write entries [k, 3] (slot, index in its row, value), no place twice."""
-        places = entries[:, 0].astype(np.int64) * table.shape[1] + entries[:, 1]
-        sent_places, sent_values = upload(np.stack([places, entries[:, 2]]), self.device)
-        table.view(-1).scatter_(0, sent_places, sent_values.view(torch.int32)[::2])  # the low half of each
+        """Write entries [k, 3] (slot, index in its row, value), no entry twice."""
+        indices = entries[:, 0].astype(np.int64) * table.shape[1] + entries[:, 1]
+        sent_indices, sent_values = upload(np.stack([indices, entries[:, 2]]), self.device)
+        table.view(-1).scatter_(0, sent_indices, sent_values.view(torch.int32)[::2])  # the low half of each
 
     def out_cache_loc(self, page_table: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        """Return the places [T] int64 in a group's pool of slots and positions [T]: page * page_size + offset."""
+        """Return the indices [T] int64 in a group's pool of slots and positions [T]: page * page_size + offset."""
         pages = page_table[slots, positions // self.page_size]
         return pages.long() * self.page_size + positions % self.page_size
 
@@ -108,7 +108,7 @@ class SlotState:
         """
         lengths = self.lengths[slots]
         real = (slots != self.scratch_slot).int()
-        # The scratch slot, of length 1 for ever, writes its first place again and again.
+        # The scratch slot, of length 1 for ever, writes its first entry again and again.
         self.tokens[slots, lengths.long() * real] = sampled
         self.lengths[slots] = lengths + real
 

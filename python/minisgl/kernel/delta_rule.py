@@ -113,7 +113,7 @@ def chunks(projected: Tensor, heads: DeltaHeads, inputs: Tensor, memory: Tensor,
 
     def laid_out(x: Tensor) -> Tensor:
         """[n, ...] -> [chunks, ..., size] with zeros where a chunk is padded; the axes between are kept."""
-        chunked = x.new_zeros(num_chunks * padded.size, *x.shape[1:]).index_copy_(0, padded.places, x)
+        chunked = x.new_zeros(num_chunks * padded.size, *x.shape[1:]).index_copy_(0, padded.indices, x)
         return chunked.view(num_chunks, padded.size, *x.shape[1:])
 
     q, k, v = (laid_out(x) for x in _split_heads(mixed, heads))
@@ -122,7 +122,7 @@ def chunks(projected: Tensor, heads: DeltaHeads, inputs: Tensor, memory: Tensor,
     state = _states(memory, rows.slots, fresh, heads)
     attended = delta_rule(q, k, v.permute(0, 2, 3, 1, 4), beta, decay, state, padded.active)
     memory.index_copy_(0, rows.slots, state.flatten(1, 2))
-    attended = attended.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)[padded.places]
+    attended = attended.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)[padded.indices]
     return _finish(attended, parts.z, heads)
 
 

@@ -36,7 +36,7 @@ class SingleRows:
 class PaddedChunks:
     """Chunks of equal size of all rows, the longest row first, as products of torch take them."""
 
-    places: Tensor  # [n] int64: index of each token in [chunks * size]
+    indices: Tensor  # [n] int64: index of each token in [chunks * size]
     size: int  # tokens of a chunk
     active: tuple[int, ...]  # number of rows that have a chunk 0, 1, ...: their sum is the number of chunks
     extended: Tensor  # [n] int64: index of each token among the rows' tokens with `history` inputs before each row
@@ -99,7 +99,7 @@ def recurrent_rows(
             "tokens": starts[long][row] + within,
             "chunk_rows": np.concatenate([np.arange(count) for count in active]),
             "chunk_firsts": np.repeat(np.arange(len(active)) * size, active),
-            "places": (first_chunks[within // size] + row) * size + within % size,
+            "indices": (first_chunks[within // size] + row) * size + within % size,
             "extended": extended,
             "before": before,
             "last": last,
@@ -115,7 +115,7 @@ def recurrent_rows(
         chunk_rows=device["chunk_rows"],
         chunk_firsts=device["chunk_firsts"],
         padded=PaddedChunks(
-            places=device["places"],
+            indices=device["indices"],
             size=size,
             active=tuple(active),
             extended=device["extended"],
