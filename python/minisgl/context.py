@@ -31,7 +31,7 @@ class ForwardContext:
     expanding: Mapping[int, ExpandingPlan] = field(default_factory=dict)  # by layer: those of `attention` that expand
     recurrent: RecurrentRows | None = None  # where some layers are recurrent
     logits: Tensor | None = None  # [S, vocab_size]: where the model leaves them; None: in a new tensor
-    divided: bool = False  # each rank leaves the logits of its share of the vocabulary
+    sharded_logits: bool = False  # each rank leaves the logits of its share of the vocabulary
     window_cache_loc: Tensor | None = None  # as out_cache_loc, for layers that have pages of their own
 
     def cache_loc(self, layer: int) -> Tensor:

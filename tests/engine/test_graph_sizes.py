@@ -29,7 +29,7 @@ def test_decode_sizes(max_bs: int) -> None:
     assert all(above - size <= max(8, size // 8) for size, above in pairwise(sizes))
 
 
-def on_paper(folder: Path, *, experts: MoEConfig | None = None) -> CausalLM:
+def meta_model(folder: Path, *, experts: MoEConfig | None = None) -> CausalLM:
     config = load_model_config(folder)
     if experts is not None:
         config = replace(config, layers=tuple(replace(layer, mlp=experts) for layer in config.layers))
@@ -37,7 +37,7 @@ def on_paper(folder: Path, *, experts: MoEConfig | None = None) -> CausalLM:
 
 
 def test_prefill_sizes_end_where_the_device_takes_longer_than_the_launch(tmp_path: Path) -> None:
-    small, large = (on_paper(make_shape(name, tmp_path)) for name in ("0.6b", "14b"))
+    small, large = (meta_model(make_shape(name, tmp_path)) for name in ("0.6b", "14b"))
     assert prefill_graph_sizes(8192, small.layer_weights)[-1] == 2048
     assert prefill_graph_sizes(8192, large.layer_weights)[-1] == 128
     assert prefill_graph_sizes(300, small.layer_weights)[-1] == 320  # no step is larger than 300
@@ -48,23 +48,23 @@ def test_prefill_sizes_end_where_the_device_takes_longer_than_the_launch(tmp_pat
 
 def test_experts_that_a_token_is_not_sent_to_do_not_count(tmp_path: Path) -> None:
     folder = make_shape("0.6b", tmp_path)
-    dense, config = on_paper(folder), load_model_config(folder)
+    dense, config = meta_model(folder), load_model_config(folder)
     dense_mlp = config.layers[0].mlp
     assert isinstance(dense_mlp, MLPConfig)
     half = dense_mlp.intermediate_size // 2
     # Two experts of half the size each: as many weights as the dense block's, and a router.
-    sparse = on_paper(folder, experts=MoEConfig(16, half, Routing(2, renormalize=True)))
+    sparse = meta_model(folder, experts=MoEConfig(16, half, Routing(2, renormalize=True)))
     assert sparse.layer_weights == dense.layer_weights + 16 * config.hidden_size
 
 
 def test_the_products_of_a_model_are_known_before_its_weights(tmp_path: Path) -> None:
     """Their kernels are compiled while weights are loaded. (width, size, norm, gate) of each kind."""
     plain = {(4096, 1024, True, None), (1024, 2048, False, None), (1024, 3072, False, None), (151936, 1024, True, None)}
-    dense = on_paper(make_shape("0.6b", tmp_path)).kernel_needs(torch.bfloat16)
+    dense = meta_model(make_shape("0.6b", tmp_path)).kernel_needs(torch.bfloat16)
     assert dense.products == {*plain, (6144, 1024, True, "silu")}
     assert (dense.head_dims, dense.norm_dtype, dense.experts) == ({128}, torch.bfloat16, frozenset())
-    sparse = on_paper(make_shape("30b-a3b", tmp_path)).kernel_needs(torch.float8_e4m3fn)
+    sparse = meta_model(make_shape("30b-a3b", tmp_path)).kernel_needs(torch.float8_e4m3fn)
     assert {(128, 2048, False, None), (5120, 2048, True, None)} <= sparse.products, "router; q, k and v"
     assert sparse.experts == {ExpertKind(128, 8, "silu")}
-    clamped = on_paper(make_shape("gpt-oss-20b", tmp_path)).kernel_needs(torch.bfloat16)
+    clamped = meta_model(make_shape("gpt-oss-20b", tmp_path)).kernel_needs(torch.bfloat16)
     assert clamped.experts == {ExpertKind(32, 4, ClampedSwiGLU(1.702, 7.0))}

@@ -353,7 +353,7 @@ class Divided:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("vocab", "ranks"), [(151936, 2), (151936, 8), (8192, 4), (1000, 4), (4096, 8)])
-def test_divided_logits_give_the_tokens_of_whole_ones(
+def test_sharded_logits_give_the_tokens_of_whole_ones(
     sampler: CudaSampler, dtype: torch.dtype, vocab: int, ranks: int
 ) -> None:
     """Filtered, sampled and greedy rows. Where groups of 512 end at the same ids the tokens are the same; elsewhere a
@@ -374,7 +374,7 @@ def test_divided_logits_give_the_tokens_of_whole_ones(
     for group.rank in (*range(ranks), 0, ranks - 1):  # the last two have all partials
         one.tokens.copy_(before[0])
         one.lengths.copy_(before[1])
-        got = sampler.sample_divided(shares[group.rank], slots, one, group, addresses, vocab)  # type: ignore[arg-type]
+        got = sampler.sample_sharded(shares[group.rank], slots, one, group, addresses, vocab)  # type: ignore[arg-type]
         if group.rank == 0:
             first = got
     assert torch.equal(first, got)

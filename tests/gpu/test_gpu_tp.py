@@ -169,7 +169,7 @@ def sampled_tokens_of(*, custom_all_reduce: bool) -> list[list[int]]:
     return [answer["token_ids"] for answer in (*alone, *answers)]
 
 
-def test_divided_logits_are_sampled_as_gathered_ones() -> None:
+def test_sharded_logits_are_sampled_as_gathered_ones() -> None:
     """Without our own all-reduce every rank gathers them, and products norm their inputs, which rounds otherwise: a
     draw near the boundary of two tokens may fall on its other side.
     """

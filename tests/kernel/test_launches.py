@@ -484,8 +484,8 @@ def run_sampling(dtype: torch.dtype) -> None:
     for bitmask in (None, torch.zeros(3, 32, dtype=torch.int32)):
         for flags in (SamplingFlags.SAMPLED, SamplingFlags.SAMPLED | SamplingFlags.PROCESSED):
             sampled = sampler.sample(logits, slots, state, flags, bitmask)
-    sampler.begin_compiling_divided(dtype, 4)
-    sampler.sample_divided(logits, slots, state, cast(TPGroup, Rank(1, 4)), torch.zeros(4, dtype=torch.int64), 3900)
+    sampler.begin_compiling_sharded(dtype, 4)
+    sampler.sample_sharded(logits, slots, state, cast(TPGroup, Rank(1, 4)), torch.zeros(4, dtype=torch.int64), 3900)
     token_copier(CPU)(sampled, torch.zeros(8, dtype=torch.int32))
 
 

@@ -23,8 +23,8 @@ from minisgl.distributed import SingleRank
 from minisgl.distributed.shared_memory import SharedMemoryTP
 from minisgl.models.config.load_config import load_model_config
 from minisgl.models.config.model_config import UnsupportedModel, WeightError
+from minisgl.models.generic.meta_run import check_sharding
 from minisgl.models.generic.numeric_probe import GatedForm, NormForm, gated_form, norm_form
-from minisgl.models.generic.paper_run import check_division
 from minisgl.models.loading import build_model, load_model
 from models.harness import Harness
 from models.tiny import make_model
@@ -202,7 +202,7 @@ def test_other_refusals(tmp_path: Path) -> None:
     plan = tuple((name, style) for name, style in config.transformers.tp_plan if not name.endswith("o_proj"))
     whole = dataclasses.replace(config, transformers=dataclasses.replace(config.transformers, tp_plan=plan))
     with pytest.raises(UnsupportedModel, match="plan does not fit its modules"):
-        check_division(whole, 2)
+        check_sharding(whole, 2)
     with pytest.raises(ConfigError, match="--quantization int8"):
         LLM(str(tmp_path), "float32", quantization="int8", **SMALL_PAGES)
     raw = json.loads((tmp_path / "config.json").read_text())

@@ -58,16 +58,16 @@ class CudaSampler:
         partials = self._partials(logits, slots, state, bitmask, groups=groups, vocab=vocab)
         return self._choose(logits, slots, state, bitmask, partials, groups=groups, vocab=vocab)
 
-    def begin_compiling_divided(self, dtype: torch.dtype, ranks: int) -> None:
-        """Compile in threads what `sample_divided` launches."""
+    def begin_compiling_sharded(self, dtype: torch.dtype, ranks: int) -> None:
+        """Compile in threads what `sample_sharded` launches."""
         threads = _THREADS_OF_FEW_ROWS, _THREADS
         self._compiler.begin(_sample_spec("sample_choose", dtype, count, ranks) for count in threads)
 
-    def samples_divided(self, ids: int, ranks: int) -> bool:
-        """Return True if `sample_divided` takes logits of so many ids from each of so many ranks."""
+    def samples_sharded(self, ids: int, ranks: int) -> bool:
+        """Return True if `sample_sharded` takes logits of so many ids from each of so many ranks."""
         return ranks * -(-ids // _GROUP) <= _MAX_GROUPS
 
-    def sample_divided(
+    def sample_sharded(
         self, logits: Tensor, slots: Tensor, state: SlotState, tp: TPGroup, addresses: Tensor, vocab: int
     ) -> Tensor:
         """Choose as `sample` does, without a mask, where each rank has the logits [rows, ids] of some ids.

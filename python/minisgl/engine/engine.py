@@ -21,7 +21,7 @@ from minisgl.engine.graph_trial import sizes_that_hold
 from minisgl.engine.graphs import DecodeGraphs, Graphs, samples_from_graph
 from minisgl.engine.memory import CPU_SEQUENCES, Needs, memory_budget, pool_size
 from minisgl.engine.memory_trial import measure_needs
-from minisgl.engine.parts import Phase, RunnerParts, divide_logits, load_parts
+from minisgl.engine.parts import Phase, RunnerParts, load_parts, shard_logits
 from minisgl.engine.step_costs import estimate, measure
 from minisgl.kvcache.layout import KVLayout
 from minisgl.kvcache.window import WindowGroup
@@ -68,9 +68,9 @@ class Engine:
         self._queue = parts.queue
         self.num_slots, self.num_snapshots = parts.num_slots, parts.num_snapshots
         sizes = self._graph_sizes(config, parts, phase, context_len, max_prefill_tokens)
-        if sizes is not None and tp.size > 1 and parts.model.divides_logits:
-            divided = self._queue.call(partial(divide_logits, tp, parts.sampler, sizes.decode[-1], model, self.dtype))
-            parts = dataclasses.replace(parts, divided=divided)
+        if sizes is not None and tp.size > 1 and parts.model.shards_logits:
+            sharded = self._queue.call(partial(shard_logits, tp, parts.sampler, sizes.decode[-1], model, self.dtype))
+            parts = dataclasses.replace(parts, sharded_logits=sharded)
         needs = Needs()
         if self.device.type == "cuda":
             with phase("measure a step's memory"):

@@ -28,7 +28,7 @@ from minisgl.models.base import Model
 from minisgl.uploads import upload
 
 if TYPE_CHECKING:  # needs CUDA's packages
-    from minisgl.engine.divided_logits import DividedLogits
+    from minisgl.engine.sharded_logits import ShardedLogits
 
 
 class StepInputs(NamedTuple, Generic[A]):
@@ -117,7 +117,7 @@ class StepRunner:
         attention: ModelAttention,
         ops: Ops,
         sampler: Sampler,
-        divided: DividedLogits | None = None,
+        sharded_logits: ShardedLogits | None = None,
     ) -> None:
         self.model = model
         self.kv = kv
@@ -125,7 +125,7 @@ class StepRunner:
         self.attention = attention
         self.ops = ops
         self.sampler = sampler
-        self.divided = divided  # logits of captured decodes, where ranks keep them divided
+        self.sharded_logits = sharded_logits  # logits of captured decodes, where ranks keep them sharded
         self._row_numbers = torch.arange(len(state.lengths) + 1, dtype=torch.int32, device=state.device)
 
     def apply(self, batch: Batch) -> None:
@@ -262,7 +262,7 @@ class StepRunner:
         """Return the context of a decode of `slots` [rows] int64, from device state alone so that a graph can hold it.
 
         `kv_lens` is the host's idea of the lengths: at capture, the longest possible. `logits` [rows, vocab_size] is
-        where they go; where they are divided, the rank's own.
+        where they go; where they are sharded, the rank's own.
         """
         state, rows = self.state, len(slots)
         made = self.ops.decode_inputs(
@@ -293,5 +293,5 @@ class StepRunner:
             fused=attention.fused_rows(slots, made.kv_lens, state.page_table, state.window_table),
             recurrent=RecurrentRows(SingleRows(slots, made.positions)),
             logits=logits,
-            divided=self.divided is not None,
+            sharded_logits=self.sharded_logits is not None,
         )

@@ -106,10 +106,10 @@ class DecodeGraphs:
         model, device, scratch_slot = runner.model, runner.state.device, runner.state.scratch_slot
         self._rows = np.full(sizes[-1], scratch_slot, dtype=np.int32)  # what is in `_slots`
         self._slots = torch.full((sizes[-1],), scratch_slot, dtype=torch.int64, device=device)
-        if runner.divided is None:
+        if runner.sharded_logits is None:
             self._logits = torch.empty((sizes[-1], model.config.vocab_size), dtype=model.dtype, device=device)
         else:
-            self._logits = runner.divided.own[: sizes[-1]]
+            self._logits = runner.sharded_logits.own[: sizes[-1]]
         self._captured: dict[int, _CapturedStep] = {}
         for size in reversed(sizes):
             self._captured[size] = self._capture(size, memory)
@@ -126,8 +126,8 @@ class DecodeGraphs:
             return context
 
         def choose(flags: SamplingFlags) -> Tensor:
-            if runner.divided is not None:
-                return runner.divided.sample(logits, slots, runner.state)
+            if runner.sharded_logits is not None:
+                return runner.sharded_logits.sample(logits, slots, runner.state)
             return runner.sampler.sample(logits, slots, runner.state, flags)
 
         forward_graph, context = memory.capture(forward)
@@ -149,9 +149,9 @@ class DecodeGraphs:
         captured = self._captured[size]
         captured.attention.prepare(batch.start_pos)
         captured.forward.replay()
-        logits, divided = self._logits[:rows], self._runner.divided
-        if divided is not None and (batch.logprobs is not None or not samples_from_graph(batch)):
-            logits = divided.whole(logits)
+        logits, sharded = self._logits[:rows], self._runner.sharded_logits
+        if sharded is not None and (batch.logprobs is not None or not samples_from_graph(batch)):
+            logits = sharded.whole(logits)
         return ForwardOutput(logits, self._slots[:rows])
 
     def sample(self, batch: Batch) -> Tensor:

@@ -40,7 +40,7 @@ from minisgl.models.loading import build_model, load_model
 from minisgl.models.pooling_model import PoolingModel
 
 if TYPE_CHECKING:  # needs CUDA's packages
-    from minisgl.engine.divided_logits import DividedLogits
+    from minisgl.engine.sharded_logits import ShardedLogits
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class RunnerParts:
     ops: Ops
     sampler: Sampler
     device: torch.device
-    divided: DividedLogits | None = None
+    sharded_logits: ShardedLogits | None = None
 
     def runner(self, num_pages: int, num_window_pages: int, max_seq_len: int) -> StepRunner:
         """Return a runner with a pool of so many pages, and state of `max_seq_len` tokens a slot."""
@@ -83,7 +83,7 @@ class RunnerParts:
         )
         if isinstance(self.model, PoolingModel):
             return PoolingRunner(self.model, kv, state, self.attention, self.ops, self.sampler)
-        return StepRunner(self.model, kv, state, self.attention, self.ops, self.sampler, self.divided)
+        return StepRunner(self.model, kv, state, self.attention, self.ops, self.sampler, self.sharded_logits)
 
 
 def load_parts(
@@ -112,8 +112,8 @@ def load_parts(
         ops = make_ops(device)
         sampler = _make_sampler(device, dtype)
         if device.type == "cuda":
-            on_paper = build_model(model, tp=tp, dtype=dtype, device=torch.device("meta"))
-            kernels = on_paper.kernel_needs(attending[0].kv_dtype)
+            meta_model = build_model(model, tp=tp, dtype=dtype, device=torch.device("meta"))
+            kernels = meta_model.kernel_needs(attending[0].kv_dtype)
             if quantized:  # in which format experts are kept is known when they have been loaded
                 kernels = dataclasses.replace(kernels, experts=frozenset())
             ops.begin_compiling(kernels)
@@ -194,8 +194,8 @@ def _load_weights(
             progress=progress,
         )
     except torch.OutOfMemoryError as error:
-        on_paper = build_model(model, tp=tp, dtype=dtype, device=torch.device("meta"))
-        needed = sum(weight.nbytes for weight in on_paper.parameters())
+        meta_model = build_model(model, tp=tp, dtype=dtype, device=torch.device("meta"))
+        needed = sum(weight.nbytes for weight in meta_model.parameters())
         total = torch.cuda.get_device_properties(device).total_memory
         raise ConfigError(
             f"the weights of {needed / GIB:.1f} GiB do not fit into {device} of {total / GIB:.1f} GiB: "
@@ -214,15 +214,15 @@ def _make_sampler(device: torch.device, dtype: torch.dtype) -> Sampler:
     return TorchSampler()
 
 
-def divide_logits(
+def shard_logits(
     tp: TPGroup, sampler: Sampler, rows: int, model: ModelConfig, dtype: torch.dtype
-) -> DividedLogits | None:
-    """Return memory for the logits of captured decodes of up to `rows` rows, divided; None where that cannot be."""
+) -> ShardedLogits | None:
+    """Return memory for the logits of captured decodes of up to `rows` rows, sharded; None where that cannot be."""
     if isinstance(sampler, TorchSampler):
         return None
     from minisgl.engine.cuda_sampler import CudaSampler
-    from minisgl.engine.divided_logits import DividedLogits
+    from minisgl.engine.sharded_logits import ShardedLogits
 
     if not isinstance(sampler, CudaSampler):
         return None
-    return DividedLogits.make(tp, sampler, rows=rows, vocab_size=model.vocab_size, dtype=dtype)
+    return ShardedLogits.make(tp, sampler, rows=rows, vocab_size=model.vocab_size, dtype=dtype)

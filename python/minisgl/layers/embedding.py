@@ -1,4 +1,4 @@
-"""The vocabulary's two matrices, divided by tokens among ranks; the last ranks' shares are padded with zeros."""
+"""The vocabulary's two matrices, sharded by tokens among ranks; the last ranks' shares are padded with zeros."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class VocabEmbedding(nn.Module):
 class LMHead(Linear):
     """norm(x) of [S, hidden_size] -> logits [S, vocab_size] on every rank. Given an embedding, it uses its weight.
 
-    `ctx.divided`: logits of the rank's share alone, with its padding.
+    `ctx.sharded_logits`: logits of the rank's share alone, with its padding.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class LMHead(Linear):
         self.weight = tied_to.weight if tied_to else vocab_weight(self.share, hidden_size, dtype)
 
     def forward(self, x: Tensor, norm: RMSNorm, ctx: ForwardContext) -> Tensor:
-        if self.tp.size == 1 or ctx.divided:
+        if self.tp.size == 1 or ctx.sharded_logits:
             return self.product.norm_linear(x, norm.params, out=ctx.logits)
         return self.tp.all_gather(self.product.norm_linear(x, norm.params), self.vocab_size, ctx.logits)
 

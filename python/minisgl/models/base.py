@@ -20,7 +20,9 @@ class Model(nn.Module, ABC):
 
     model: nn.Module
     graphs_by_trial = False  # True: graphs hold its steps if a trial finds no fault
-    divides_logits = True  # it can leave the logits of a rank's share of the vocabulary (`ForwardContext.divided`)
+    shards_logits = (
+        True  # it can leave the logits of a rank's share of the vocabulary (`ForwardContext.sharded_logits`)
+    )
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from minisgl.distributed import TPGroup
 from minisgl.kernel.base import Norm
-from minisgl.models.generic.division import Form, share
 from minisgl.models.generic.linears import GivenLinear, MergedLinear
 from minisgl.models.generic.numeric_probe import GatedForm, NormForm
+from minisgl.models.generic.sharding import Form, share
 from minisgl.models.generic.step import Step
 
 

@@ -20,13 +20,13 @@ from minisgl.models.config.model_config import (
     RotaryCall,
     TransformersModules,
 )
-from minisgl.models.generic.attention_seat import PagedSeat, seat
+from minisgl.models.generic.attention_interface import PagedAttention, set_attention
 from minisgl.models.generic.blocks import GivenExperts, GivenGatedMLP, GivenNorm
-from minisgl.models.generic.division import Plan
 from minisgl.models.generic.linears import GivenLinear, MergedLinear
 from minisgl.models.generic.model_probe import GivenStates, decoder_name
 from minisgl.models.generic.replace import replace_modules
 from minisgl.models.generic.rotation import leave_unrotated, rotation_table
+from minisgl.models.generic.sharding import Plan
 from minisgl.models.generic.step import Step
 
 
@@ -77,7 +77,7 @@ class GenericCausalLM(Model):
     """A decoder of transformers over the paged pool, and the rest of its causal model, which makes logits of states."""
 
     graphs_by_trial = True
-    divides_logits = False
+    shards_logits = False
 
     def __init__(self, config: ModelConfig, model: Any, tp: TPGroup, device: torch.device) -> None:
         """Take over transformers' causal model, which goes to `device` next."""
@@ -89,7 +89,7 @@ class GenericCausalLM(Model):
         for layer, (name, attention) in enumerate(zip(modules.attending, config.attentions, strict=True)):
             attending = model.get_submodule(name)
             table = tables.table(attending, modules.rotaries[layer], attention)
-            seat(attending, PagedSeat(layer, attention, table, tp, step))
+            set_attention(attending, PagedAttention(layer, attention, table, tp, step))
         self._rotated = tables.used
         plan = Plan(dict(modules.tp_plan) if tp.size > 1 else {})
         replace_modules(model, self.dtype, modules.merged, plan, tp, step)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from minisgl.distributed import TPGroup
 from minisgl.layers.linear import Linear
-from minisgl.models.generic.division import Form, padded_share, share
+from minisgl.models.generic.sharding import Form, padded_share, share
 
 
 def _weight_of(module: nn.Module) -> Tensor:

@@ -10,10 +10,10 @@ import torch
 
 from minisgl.distributed import TPGroup
 from minisgl.models.config.model_config import ModelConfig, WeightError
-from minisgl.models.generic.attention_seat import PAGED, register
+from minisgl.models.generic.attention_interface import PAGED, register
 from minisgl.models.generic.causal_lm import GenericCausalLM, modules_of
+from minisgl.models.generic.meta_run import check_sharding
 from minisgl.models.generic.model_probe import hf_config, make_empty
-from minisgl.models.generic.paper_run import check_division
 from minisgl.models.hub import some
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ def load_generic(
 
     register()
     if tp.size > 1:
-        check_division(config, tp.size)
+        check_sharding(config, tp.size)
     where = device if tp.size == 1 else torch.device("cpu")  # divided before it goes to the device
     if dummy:
         hf = hf_config(modules_of(config).config_json)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.models.config.model_config import UnsupportedModel
-from minisgl.models.generic.attention_seat import PAGED, PROBED, Probe, give_queries, register, seat
+from minisgl.models.generic.attention_interface import PAGED, PROBED, Probe, give_queries, register, set_attention
 from minisgl.models.generic.linears import LinearInputs
 from minisgl.models.generic.rotation import RotationProbe
 
@@ -56,14 +56,14 @@ def probe(model: Any) -> tuple[Probe, tuple[tuple[str, ...], ...]]:
     inputs.watch(model)
     found = Probe(names, rotations)
     for module in model.modules():
-        seat(module, found)
+        set_attention(module, found)
     try:
         with torch.inference_mode():
             _run_without_weights(model)
             merged = inputs.shared()
             model.set_attn_implementation(PAGED)  # which gives its modules no masks
             for module in model.modules():
-                seat(module, give_queries)
+                set_attention(module, give_queries)
             _run_without_weights(model)
     except UnsupportedModel:
         raise

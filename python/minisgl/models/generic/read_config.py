@@ -13,8 +13,8 @@ from minisgl.models.config.model_config import ModelConfig, TransformersModules,
 
 def read_generic(architecture: str, raw: Mapping[str, Any]) -> ModelConfig:
     """Return the model as transformers has it; its layers' attention is what its modules ask for. UnsupportedModel."""
-    from minisgl.models.generic.division import divided_sizes, missing_style
     from minisgl.models.generic.model_probe import hf_config, make_empty, probe
+    from minisgl.models.generic.sharding import divided_sizes, missing_style
 
     content = json.dumps(raw)
     try:

@@ -10,9 +10,9 @@ from torch import nn
 
 from minisgl.distributed import TPGroup
 from minisgl.models.generic.blocks import GivenExperts, GivenGatedMLP, GivenNorm
-from minisgl.models.generic.division import Plan
 from minisgl.models.generic.linears import GivenLinear, MergedLinear, MergedPart
 from minisgl.models.generic.numeric_probe import gated_form, holds_plain_experts, norm_form
+from minisgl.models.generic.sharding import Plan
 from minisgl.models.generic.step import Step
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""A run of one rank's share of a model without weights: a plan that does not fit its modules is refused by name."""
+"""A run of one rank's part of a model on the meta device: a plan that does not fit its modules is refused by name."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from minisgl.distributed import SingleRank
 from minisgl.kernel.torch_ops import TorchOps
 from minisgl.layers.linear import bind_weights
 from minisgl.models.config.model_config import ModelConfig, UnsupportedModel
-from minisgl.models.generic.attention_seat import PAGED, give_queries, seat
+from minisgl.models.generic.attention_interface import PAGED, give_queries, set_attention
 from minisgl.models.generic.causal_lm import GenericCausalLM, modules_of
 from minisgl.models.generic.model_probe import make_empty
 
 _TOKENS = 4
 
 
-class _OnPaper(SingleRank):
-    """Rank 0 of a group whose collectives have shapes alone."""
+class _MetaRank(SingleRank):
+    """Rank 0 of a group on the meta device, where tensors have shapes and no values."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -30,23 +30,23 @@ class _OnPaper(SingleRank):
         return super().all_gather(torch.cat([x] * self.size, dim=1), width, out)
 
 
-class _PaperOps(TorchOps):
+class _MetaOps(TorchOps):
     def moe_chosen(self, x: Tensor, *_: object) -> Tensor:
         return torch.empty_like(x)
 
 
-def check_division(config: ModelConfig, tp_size: int) -> None:
-    """Raise UnsupportedModel if modules of a model divided among so many ranks do not fit one another."""
+def check_sharding(config: ModelConfig, tp_size: int) -> None:
+    """Raise UnsupportedModel if modules of a model sharded among so many ranks do not fit one another."""
     meta = torch.device("meta")
     empty = make_empty(modules_of(config).config_json)
     empty.set_attn_implementation(PAGED)
     try:
         with meta, torch.inference_mode():
-            model = GenericCausalLM(config, empty, _OnPaper(tp_size), meta)
-            ops = _PaperOps()
+            model = GenericCausalLM(config, empty, _MetaRank(tp_size), meta)
+            ops = _MetaOps()
             bind_weights(model, ops)
             for module in model.modules():
-                seat(module, give_queries)
+                set_attention(module, give_queries)
             ids = torch.zeros(_TOKENS, dtype=torch.int64)
             step = SimpleNamespace(input_ids=ids, positions=ids, logits_indices=None, logits=None, ops=ops)
             model(cast(ForwardContext, step))

@@ -19,17 +19,17 @@ from minisgl.kernel.base import Heads
 from minisgl.layers.attention import attend
 from minisgl.layers.layer_config import NO_ROPE, AttentionConfig
 from minisgl.models.config.model_config import RotaryCall, UnsupportedModel
-from minisgl.models.generic.division import share
 from minisgl.models.generic.rotation import RotationProbe
+from minisgl.models.generic.sharding import share
 from minisgl.models.generic.step import Step
 
 PAGED = "minisgl"  # in the registry; it has no masks, and transformers then makes none
 PROBED = "minisgl-probe"
-_SEAT = "minisgl_seat"  # attribute of a module
+_FUNCTION = "minisgl_attention"  # attribute of a module
 _WINDOW = "minisgl_window"  # attribute of a probe's mask
 
 
-class Seat(Protocol):
+class AttentionFunction(Protocol):
     """Attends for a module."""
 
     def __call__(
@@ -48,16 +48,16 @@ def register() -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register(PROBED, _make_mask)
 
 
-def seat(module: nn.Module, occupant: Seat) -> None:
-    """Let `occupant` attend for the module."""
-    object.__setattr__(module, _SEAT, occupant)  # past nn.Module, which would make a submodule of one that is a module
+def set_attention(module: nn.Module, function: AttentionFunction) -> None:
+    """Let `function` attend for the module."""
+    object.__setattr__(module, _FUNCTION, function)  # past nn.Module, which would register a module as a submodule
 
 
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, None]:
-    occupant: Seat = getattr(module, _SEAT)
-    return occupant(module, query, key, value, attention_mask, options), None
+    function: AttentionFunction = getattr(module, _FUNCTION)
+    return function(module, query, key, value, attention_mask, options), None
 
 
 def _make_mask(mask_function: Any, q_length: int, **_: Any) -> Tensor:
@@ -139,7 +139,7 @@ def _window(mask: Tensor | None, option: int | None) -> int | None:
 
 
 @dataclass(frozen=True)
-class PagedSeat:
+class PagedAttention:
     """Attention of one layer over the paged KV pool, for the tokens of all sequences of a step."""
 
     layer: int

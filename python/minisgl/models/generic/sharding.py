@@ -1,4 +1,4 @@
-"""Division of a model's weights among ranks, by the plan that transformers has for it (`base_model_tp_plan`)."""
+"""Sharding of a model's weights among ranks, by the plan that transformers has for it (`base_model_tp_plan`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logits of a decode that stay where they are computed: each GPU has those of its share of the vocabulary.
+"""Logits of a decode that stay where they are computed: each GPU has those of its shard of the vocabulary.
 
 Without it every rank gathers [rows, vocab_size] in every step, 9.7 MB from each of two for 64 rows of Qwen3. Sampling
 needs little of that: the largest logit and the sum of each 512, and then the few groups that can matter, which
@@ -19,7 +19,7 @@ from minisgl.engine.state import SlotState
 
 
 @dataclass(frozen=True, slots=True)
-class DividedLogits:
+class ShardedLogits:
     """This rank's logits [rows, ids] of a step, in memory that all ranks read, and the sampling from all of them.
 
     A rank may overwrite its own in the next step: it gets so far only when the others, behind their sampling, come to
@@ -34,14 +34,14 @@ class DividedLogits:
     @classmethod
     def make(
         cls, tp: TPGroup, sampler: CudaSampler, *, rows: int, vocab_size: int, dtype: torch.dtype
-    ) -> DividedLogits | None:
+    ) -> ShardedLogits | None:
         """Return logits of up to `rows` rows; None where ranks cannot read one another's memory."""
-        if not sampler.samples_divided(-(-vocab_size // tp.size), tp.size):
+        if not sampler.samples_sharded(-(-vocab_size // tp.size), tp.size):
             return None
         shared = tp.share_rows(rows, -(-vocab_size // tp.size), dtype)
         if shared is None:
             return None
-        sampler.begin_compiling_divided(dtype, tp.size)
+        sampler.begin_compiling_sharded(dtype, tp.size)
         return cls(tp, sampler, shared, vocab_size)
 
     @property
@@ -51,7 +51,7 @@ class DividedLogits:
 
     def sample(self, own: Tensor, slots: Tensor, state: SlotState) -> Tensor:
         """Return tokens [n] int32 of rows that are not processed, as `Sampler.sample` does."""
-        return self.sampler.sample_divided(own, slots, state, self.tp, self.shared.addresses, self.vocab_size)
+        return self.sampler.sample_sharded(own, slots, state, self.tp, self.shared.addresses, self.vocab_size)
 
     def whole(self, own: Tensor) -> Tensor:
         """Gather the logits [n, vocab_size]."""
