@@ -32,7 +32,7 @@ class ForwardContext:
     recurrent: RecurrentRows | None = None  # where some layers are recurrent
     logits: Tensor | None = None  # [S, vocab_size]: where the model leaves them; None: in a new tensor
     sharded_logits: bool = False  # each rank leaves the logits of its share of the vocabulary
-    window_cache_loc: Tensor | None = None  # as out_cache_loc, for layers that have pages of their own
+    window_cache_loc: Tensor | None = None  # out_cache_loc of layers that have pages of their own
 
     def cache_loc(self, layer: int) -> Tensor:
         """Return where a layer's K and V are written, [T] int64."""

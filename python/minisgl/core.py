@@ -20,7 +20,7 @@ from minisgl.request_fields import TOKEN_ID, RequestField, bounded_fields
 
 Int32Array: TypeAlias = NDArray[np.int32]
 BoolArray: TypeAlias = NDArray[np.bool_]
-IndexArray: TypeAlias = NDArray[np.intp]  # what NumPy indexes with: other integers take it four times as long
+IndexArray: TypeAlias = NDArray[np.intp]  # NumPy's index type: with other integers indexing takes four times as long
 AnyArray: TypeAlias = NDArray[Any]
 
 A = TypeVar("A")
@@ -291,9 +291,9 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     token_ids: Int32Array  # all known tokens: the prompt, and after a retraction the output so far
     pages: Int32Array  # pages of the cached prefix, in order
     sampling: SamplingParams
-    seed: int  # of this sequence alone: 64 bits, derived from the request's seed and the choice's index
+    seed: int  # the sequence's own, of 64 bits: derived from the request's seed and the choice's index
     prompt_len: int = 0  # how many of the known tokens are the prompt
-    stop_ids: tuple[int, ...] = ()  # what would end it, eos among them: forbidden before sampling.min_tokens
+    stop_ids: tuple[int, ...] = ()  # ids that end it, eos among them: forbidden before sampling.min_tokens
     window_pages: Int32Array | None = None  # the prefix's in layers with a window, where these have their own
 
 
@@ -328,8 +328,8 @@ class StepResult(Generic[A]):
     """Outcome of a step, on the device and then on the host. Its Batch says which log-probabilities there are."""
 
     tokens: A  # int32[S]: sampled, in the order of the rows that sample; of a pooling model none
-    logprobs: Logprobs[A] | None = None  # of the tokens of `ScoredTokens.rows`
-    prompt_logprobs: Logprobs[A] | None = None  # of `ScoredTokens.prompt_lens`, row after row
+    logprobs: Logprobs[A] | None = None  # for the tokens of `ScoredTokens.rows`
+    prompt_logprobs: Logprobs[A] | None = None  # for the tokens of `ScoredTokens.prompt_lens`, row after row
     vectors: A | None = None  # float32[S, size] of a pooling model, in place of tokens
 
     def map(self, convert: Callable[[A], B]) -> StepResult[B]:
@@ -366,7 +366,7 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     needs_sample: BoolArray  # [rows]
     new_pages: Int32Array  # [k, 3]: (slot, index in its page-table row, page); [k, 4]: and the windowed page
     new_rows: list[NewRow] = []
-    flags: SamplingFlags = SamplingFlags(0)  # of all rows that sample, together
+    flags: SamplingFlags = SamplingFlags(0)  # union over all rows that sample
     logprobs: ScoredTokens | None = None  # None: nobody asked
     # Rows (from, to) of recurrent states to copy before the forward, one after another: slots and, behind the scratch
     # slot, snapshots.

@@ -52,7 +52,7 @@ PACKAGES = {
     "nvidia-cuda-nvrtc": "kernels of csrc/",
 }
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
-TOLERANCE = 2e-2  # of the norm of a result in bf16
+TOLERANCE = 2e-2  # relative to the norm of a result in bf16
 _LATENTS = AttentionSpec(  # DeepSeek-V2-Lite's
     16, 1, 576, 16, torch.bfloat16, scale=192**-0.5, latent_dim=512, expanded_dims=(128, 128)
 )
@@ -203,7 +203,7 @@ def _quantized(device: torch.device, dtype: torch.dtype) -> Iterator[Finding]:
 def _run_levels(ops: Ops, form: LevelFormat, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     generator = torch.Generator(device).manual_seed(0)
     levels = Levels.empty(form, torch.Size((768, 2048)), device)
-    levels.codes.random_(0, 16, generator=generator)  # of fp8 the smallest numbers, too
+    levels.codes.random_(0, 16, generator=generator)  # for fp8, too: these are its smallest numbers
     levels.scales.fill_(0.5)
     if levels.zeros is not None:
         levels.zeros.random_(0, 16, generator=generator)
@@ -279,7 +279,7 @@ def _tried(part: str, case: Callable[[], tuple[Tensor, Tensor]]) -> Finding:
     except Exception as raised:  # whatever a broken installation raises is the finding
         return Finding(part, State.FAILS, one_line(raised), time.perf_counter() - begin)
     seconds = time.perf_counter() - begin
-    if not error < TOLERANCE:  # also refuses NaN
+    if not error < TOLERANCE:  # NaN is refused, too
         return Finding(part, State.FAILS, f"it computes something else (relative error {error:.1e})", seconds)
     return Finding(part, State.WORKS, "", seconds)
 

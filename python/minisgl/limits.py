@@ -18,7 +18,7 @@ class Limits(msgspec.Struct, frozen=True):
 
     max_seq_len: int  # tokens, prompt and output together
     vocab_size: int  # token ids are 0 .. vocab_size - 1
-    max_choices: int = MAX_CHOICES  # of a prompt
+    max_choices: int = MAX_CHOICES  # choices of a prompt
     max_stop_strings: int = MAX_STOP_STRINGS
     max_logprobs: int = MAX_LOGPROBS  # alternatives to a token
     max_new_tokens: int | None = None  # cap on every answer, whatever its request says; None: the context

@@ -188,7 +188,7 @@ def _fa_unsupported(spec: AttentionSpec, capability: Capability) -> str | None:
     if spec.has_sinks and spec.dtype != torch.bfloat16:
         return "it takes attention sinks in bfloat16 alone"
     why = _unsupported(spec, head_dims=range(16, 257, 16) if spec.fp8_kv else range(8, 257, 8))
-    if why is None and spec.fp8_kv:  # whose pages a kernel of ours upcasts
+    if why is None and spec.fp8_kv:  # upcast by the kernels of csrc/
         why = import_error("cuda.core", "cuda-core", "cuda")
     return why or import_error("sgl_kernel.flash_attn", "sglang-kernel", "cuda")
 

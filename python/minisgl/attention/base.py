@@ -25,10 +25,10 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     page_size: int
-    dtype: torch.dtype  # of q and of the result
+    dtype: torch.dtype  # type of q and of the result
     window: int | None = None  # positions that a query attends to, its own included; None: all before it
     fp8_kv: bool = False  # K and V are stored as float8_e4m3fn
-    norm_dtype: torch.dtype | None = None  # of the weights of norms of q and k, if there are any; None: dtype
+    norm_dtype: torch.dtype | None = None  # type of the norm weights of q and k, if any; None: dtype
     scale: float | None = None  # factor of q @ k; None: head_dim ** -0.5
     has_sinks: bool = False  # each head's softmax has one more score, which `AttentionPlan.forward` is given
     latent_dim: int | None = None  # MLA: so many first dimensions of a key are its value; None: V is stored beside K

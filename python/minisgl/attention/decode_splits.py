@@ -35,12 +35,12 @@ class DecodeSplits:
     """Launch parameters of a fused decode: clusters of blocks, and how long rows are cut into splits of tiles."""
 
     cluster: int  # blocks that divide one KV head of a row
-    warps: int  # of a block
+    warps: int  # warps per block
     blocks_of_sm: int  # for which a multiprocessor's registers must suffice
     spare_clusters: int  # clusters beyond one for each row and KV head; they take the further splits of long rows
-    num_kv_splits: int = 1  # of a row of more than 2 * min_tiles; more or fewer where the bounds below demand it
-    min_tiles: int = 256  # of a split
-    max_tiles: int = 256  # of a split
+    num_kv_splits: int = 1  # for a row of more than 2 * min_tiles; more or fewer if the bounds below demand it
+    min_tiles: int = 256  # tiles per split
+    max_tiles: int = 256  # tiles per split
 
     @property
     def compiled_for(self) -> tuple[int, int, int]:
@@ -63,7 +63,7 @@ def decode_splits(
     """
     if head_dim > 128:  # a thread takes 255 registers, so a multiprocessor holds eight warps
         cluster = next((c for c in (8, 4, 2) if c * units <= 2 * num_sms), 1)
-        warps = 3 if head_dim > VALUE_DIM and cluster > 1 else 4  # as many as the 48 KiB of shared memory hold
+        warps = 3 if head_dim > VALUE_DIM and cluster > 1 else 4  # fit 48 KiB of shared memory
         return DecodeSplits(cluster, warps, 2, spare_clusters=max(2 * num_sms // cluster - units, 64))
     at_once = num_sms // 5  # clusters of eight large blocks that run at a time: a GPC holds at most three
     if 16 * units <= num_sms:

@@ -22,8 +22,8 @@ from minisgl.kvcache.pool import KVPool
 # Rows x longest query up to which a row's keys may be divided among multiprocessors: the launch that merges the parts
 # is as large as this, however few of its blocks have work.
 _MAX_MERGED = 2048
-_TILE_QUERIES = 128  # of the heads that share a KV head, attended by one multiprocessor
-_MIN_KEYS = 256  # of a part
+_TILE_QUERIES = 128  # queries of all heads of a KV head that a multiprocessor has at a time
+_MIN_KEYS = 256  # keys per split
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Fa3Plan:
     spec: AttentionSpec
     inputs: AttentionInputs
     max_query_len: int
-    num_splits: int  # of a row's keys, at most
+    num_splits: int  # most splits of a row's keys
     schedule: Tensor  # int32
     upcaster: PageUpcaster | None
     seen: PageList | None  # for the upcaster

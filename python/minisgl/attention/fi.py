@@ -31,7 +31,7 @@ from minisgl.core import Int32Array
 from minisgl.kvcache.pool import KVPool
 
 PLAIN_DECODE_GROUPS = (1, 2, 3)  # beyond, tensor cores are faster
-_STAGING_BYTES = 8 << 20  # what FlashInfer's own wrappers take
+_STAGING_BYTES = 8 << 20  # size in FlashInfer's own wrappers
 _GRAPH_INT_BYTES = 256 << 10  # a decode's plan is a few words a row and a multiprocessor
 
 

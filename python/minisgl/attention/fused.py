@@ -24,7 +24,7 @@ from minisgl.kernel.small_batch_gemm import MAX_ROWS
 _MAX_CLUSTER = 8  # blocks of a cluster, on every GPU that has clusters
 _TILE = 16  # tokens of a tile, as in decode_attention.cu
 _FAST_MEMORY = 30e9  # bytes a second for each multiprocessor, between an H100 (25) and an H200 (37)
-_MAX_SPLITS = 64  # of a row, since one cluster merges them
+_MAX_SPLITS = 64  # per row, since one cluster merges them
 _RECORDS = 1 << 14  # partial results of splits for which there is memory
 _NEVER = (1 << 30) - 1  # more tiles than any row has: no row is split
 

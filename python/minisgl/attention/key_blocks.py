@@ -15,7 +15,7 @@ import numpy as np
 from minisgl.core import Int32Array
 
 MIN_EXPANDED = 64  # queries of a row whose keys are expanded: fewer do not pay for it (docs/log.md)
-TILE_QUERIES = 128  # of a block of threads, as in latent_prefill.cu
+TILE_QUERIES = 128  # queries per block of threads in latent_prefill.cu
 
 
 class KeyBlock(NamedTuple):

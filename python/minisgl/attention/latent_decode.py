@@ -20,8 +20,8 @@ from minisgl.kvcache.pool import KVPool
 
 _THREADS = 256
 _TILE = 32  # tokens, as in latent_decode.cu
-_STAGES = 5  # of the ring, as in latent_decode.cu
-_MAX_SPLITS = 64  # of a row; with more, the merge takes longer than the splits save
+_STAGES = 5  # stages of the ring in latent_decode.cu
+_MAX_SPLITS = 64  # per row; with more, the merge takes longer than the splits save
 _MERGERS = 4  # groups of threads that divide the splits in latent_merge
 
 

@@ -21,9 +21,9 @@ from minisgl.kernel.compile import Compiler, tensor_map
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Launcher, Macros
 from minisgl.uploads import upload
 
-_STAGES = 2  # of the ring, as in latent_prefill.cu
-_THREADS = 384  # of a block, as in latent_prefill.cu
-_COLUMNS = 64  # of a box that TMA copies
+_STAGES = 2  # stages of the ring in latent_prefill.cu
+_THREADS = 384  # per block, as in latent_prefill.cu
+_COLUMNS = 64  # columns of a box that TMA copies
 _BUFFER_BYTES = 1 << 27  # for expanded keys and values
 _SHARED_BYTES = 220 << 10  # most shared memory of a block
 

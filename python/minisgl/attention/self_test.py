@@ -19,7 +19,7 @@ from minisgl.optional_packages import one_line
 Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 
-TOLERANCE = 2e-2  # of the norm of a result in 16 bits
+TOLERANCE = 2e-2  # relative to the norm of a result in 16 bits
 _PAGES_OF_ROW = 4
 _WINDOW = 24
 
@@ -108,7 +108,7 @@ def self_test_error(
             error = float((have - want).norm() / want.norm())
     except Exception as raised:  # whatever a package raises that has no kernel for this spec or GPU
         return f"it does not run here: {one_line(raised)}"
-    if not error < TOLERANCE:  # also refuses NaN
+    if not error < TOLERANCE:  # NaN is refused, too
         seen = "" if spec.window is None else " with a sliding window"
         return f"it computes something else here{seen} (relative error {error:.1e})"
     return None

@@ -60,7 +60,7 @@ class PrefillRow:
 
     tokens: slice  # its queries
     pages: Tensor  # [pages] int32
-    positions: slice  # of those in the pages
+    positions: slice  # positions of the pages that it sees
     mask: Tensor | None  # [queries, L] bool; None where they start at position 0 and plain causal holds
 
 
@@ -71,7 +71,7 @@ class TorchPlan:
     decodes: Sequence[Decode]
     prefills: Sequence[PrefillRow]
     spec: AttentionSpec
-    stores_scores: bool  # of prefills
+    stores_scores: bool  # True: prefills store their scores
 
     def forward(self, layer: int, q: Tensor, kv: KVPool, sinks: Tensor | None = None) -> Tensor:
         y = self._attend(q, kv.keys(layer), kv.values(layer), sinks)

@@ -29,7 +29,7 @@ _MAX_KEYS = 1 << 16  # tokens copied at a time, unless one row alone has more
 class VarlenGroup:
     """Consecutive rows that attend in one call: T queries, K keys."""
 
-    tokens: slice  # of the step's queries
+    tokens: slice  # part of the step's queries
     query_starts: Tensor  # [rows + 1] int32: prefix sums
     key_starts: Tensor  # [rows + 1] int32: prefix sums
     max_query_len: int

@@ -104,7 +104,7 @@ class HttpConfig(Settings, frozen=True, kw_only=True):
 
 
 def _check_certificate(keyfile: str, certfile: str) -> None:
-    import ssl  # which no other process needs
+    import ssl  # no other process needs it
 
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile)

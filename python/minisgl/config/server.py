@@ -53,7 +53,7 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
         ToolCallParserName,
         Setting(
             "form of the model's tool calls; auto: as its chat template shows",
-            values={  # of vLLM and SGLang
+            values={  # names of vLLM and SGLang
                 "qwen": "hermes",
                 "qwen25": "hermes",
                 "llama3": "llama3_json",
@@ -68,7 +68,7 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
         ReasoningParserName,
         Setting(
             "form of the model's reasoning; auto: as its chat template shows",
-            values={"openai_gptoss": "harmony", "gpt-oss": "harmony"},  # of vLLM and SGLang
+            values={"openai_gptoss": "harmony", "gpt-oss": "harmony"},  # names of vLLM and SGLang
         ),
     ] = "auto"
     structured_output_additional_properties: Annotated[

@@ -34,13 +34,13 @@ class Setting:
     _: KW_ONLY
     flags: tuple[str, ...] = ()  # shown in --help, ours first; () stands for the field's name with dashes
     aliases: tuple[str, ...] = ()  # flags of vLLM and SGLang with the same meaning
-    metavar: str | None = None  # what a value is called in --help, if not by its unit
-    keyword: str | None = None  # of LLM, if it is not the field's name
+    metavar: str | None = None  # name of a value in --help, if not its unit
+    keyword: str | None = None  # keyword of LLM, if it is not the field's name
     ge: float | None = None  # bounds of a number: at least, more than, at most
     gt: float | None = None
     le: float | None = None
     unit: str = ""  # behind the limit in a refusal
-    values: Mapping[str, str] = field(default_factory=dict)  # of vLLM and SGLang in small letters, and ours
+    values: Mapping[str, str] = field(default_factory=dict)  # value of vLLM and SGLang in small letters -> value here
     switches: Mapping[str, Any] = field(default_factory=dict)  # flags that take no value, each with what it sets
 
 
@@ -54,7 +54,7 @@ class Declaration:
     """A `Setting` with its field's name, type and default."""
 
     name: str
-    hint: Any  # as in the struct, without `Annotated`
+    hint: Any  # type in the struct, without `Annotated`
     default: Any
     setting: Setting
 

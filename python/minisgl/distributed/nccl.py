@@ -62,7 +62,7 @@ class NcclTP:
         return self._push is not None
 
     def check(self) -> None:
-        if self._aborted:  # what has ended since may lack a rank's part
+        if self._aborted:  # results since then may lack a rank's part
             raise RuntimeError("the collectives were ended")
         if self._push is not None:
             self._push.check()

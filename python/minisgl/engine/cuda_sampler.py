@@ -14,14 +14,14 @@ from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec
 
 # Constants of sample.cu.
 _GROUP = 512  # logits of a group
-_MAX_GROUPS = 2048  # of a row
-_PARTIAL_WARPS = 8  # of a block of sample_partials
-_PARTIAL_BYTES = 16  # of struct Partial
-_THREADS = 512  # of a block of sample_choose, two of which fit on a multiprocessor
+_MAX_GROUPS = 2048  # groups per row
+_PARTIAL_WARPS = 8  # warps per block of sample_partials
+_PARTIAL_BYTES = 16  # size of struct Partial
+_THREADS = 512  # threads per block of sample_choose, two of which fit on a multiprocessor
 _THREADS_OF_FEW_ROWS = 1024  # where each row has a multiprocessor to itself
 # Constants of process.cu.
 _PROCESS_CHUNK = 4096  # ids of a block
-_PROCESS_THREADS = 256  # of a block
+_PROCESS_THREADS = 256  # threads per block
 
 
 class CudaSampler:

@@ -26,7 +26,7 @@ from minisgl.uploads import upload
 
 logger = logging.getLogger(__name__)
 
-_ROWS = 2  # of a trial's steps
+_ROWS = 2  # rows of a trial's steps
 _PROMPT_LEN = 5
 # Cosine of the angle between logits. Attention may add up in another order, and send a token to another expert.
 _ALIKE = 0.9
@@ -55,7 +55,7 @@ def sizes_that_hold(parts: RunnerParts, sizes: GraphSizes, context_len: int, tp:
 def _decode_fault(runner: StepRunner, max_seq_len: int) -> str | None:
     """Return why no graph may hold a decode; None if one did. The runner has _ROWS slots and their pages."""
     prefill, decode = _steps(runner)
-    runner.forward(prefill)  # whose keys and values the decode reads
+    runner.forward(prefill)  # the decode reads its keys and values
     state, config = runner.state, runner.model.config
     slots = torch.arange(_ROWS, device=state.device)
     logits = torch.empty((_ROWS, config.vocab_size), dtype=runner.model.dtype, device=state.device)
@@ -133,7 +133,7 @@ def _fault(launch: Callable[[], Tensor], replay: Callable[[], Tensor]) -> str | 
         replayed = replay().float()
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:  # of any module of transformers, by way of torch
+    except RuntimeError as error:  # from any module of transformers, by way of torch
         return f"the host takes part: {' '.join(str(error).split())[:200]}"
     cosine = float(torch.cosine_similarity(replayed.flatten(), launched.flatten(), dim=0))
     return None if cosine >= _ALIKE else f"a replay computes something else (cosine of the logits {cosine:.2f})"

@@ -104,7 +104,7 @@ class DecodeGraphs:
         self._max_seq_len = max_seq_len
         # For all sizes, each of which uses their beginning: what one step leaves is read before the next begins.
         model, device, scratch_slot = runner.model, runner.state.device, runner.state.scratch_slot
-        self._rows = np.full(sizes[-1], scratch_slot, dtype=np.int32)  # what is in `_slots`
+        self._rows = np.full(sizes[-1], scratch_slot, dtype=np.int32)  # contents of `_slots`
         self._slots = torch.full((sizes[-1],), scratch_slot, dtype=torch.int64, device=device)
         if runner.sharded_logits is None:
             self._logits = torch.empty((sizes[-1], model.config.vocab_size), dtype=model.dtype, device=device)

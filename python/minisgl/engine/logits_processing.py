@@ -17,7 +17,7 @@ from minisgl.engine.state import SlotState
 # min_tokens give way where the grammar and the allowed ids leave nothing else.
 AVOIDED = -1e30
 EXCLUDED = -2e30
-_PIECE_ELEMENTS = 2**23  # of temporary tensors
+_PIECE_ELEMENTS = 2**23  # size of temporary tensors
 
 
 def unpack_bits(bitmask: Tensor, vocab: int) -> Tensor:

@@ -79,7 +79,7 @@ def measure_needs(parts: RunnerParts, sizes: GraphSizes | None, context_len: int
     torch.cuda.empty_cache()
     graphs = 0 if sizes is None else graphs_bytes(runner, sizes, context_len)
     del runner
-    torch.cuda.empty_cache()  # what torch keeps would look taken
+    torch.cuda.empty_cache()  # memory that torch keeps would look used
     return Needs(steps, graphs)
 
 

@@ -54,9 +54,9 @@ class RunnerParts:
     queue: DeviceQueue
     model: Model
     num_slots: int
-    num_snapshots: int  # of recurrent states
+    num_snapshots: int  # snapshots of recurrent states
     attention: ModelAttention
-    attending: list[AttentionSpec]  # of the layers that attend
+    attending: list[AttentionSpec]  # attention of the layers that attend
     ops: Ops
     sampler: Sampler
     device: torch.device

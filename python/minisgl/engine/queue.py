@@ -104,7 +104,7 @@ class _CudaStep:
         self,
         buffer: OutputBuffer,
         count: int,
-        rest: StepResult[Tensor],  # what there is beside tokens, on the host when the event is done
+        rest: StepResult[Tensor],  # results besides tokens, on the host when the event is done
         give_back: Callable[[OutputBuffer], None],
     ) -> None:
         self._buffer: OutputBuffer | None = buffer
@@ -136,7 +136,7 @@ class CudaQueue:
 
     def __init__(self, device: torch.device, num_slots: int) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._num_slots = num_slots  # of which a step samples
+        self._num_slots = num_slots  # most rows that a step samples
         self._free: list[OutputBuffer] = []
         self._buffers: list[OutputBuffer] = []  # all: a kernel may yet write to one that nobody waits for any more
         self._copy_tokens = token_copier(device)

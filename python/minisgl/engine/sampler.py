@@ -139,11 +139,11 @@ def _draw(logits: Tensor, slots: Tensor, state: SlotState, *, filtered: bool) ->
     # Below the total even when the product rounds up, so that the token found has a probability above 0.
     target = torch.minimum(draw * total, torch.nextafter(total, torch.zeros_like(total)))
     chosen = torch.searchsorted(cdf, target, right=True).squeeze(1)
-    chosen.clamp_(max=logits.shape[1] - 1)  # what a model that yields no numbers gets is at least a token
+    chosen.clamp_(max=logits.shape[1] - 1)  # NaN logits give at least a valid token
     return torch.where(is_greedy.squeeze(1), _largest(logits), chosen)
 
 
-_SCORED_ELEMENTS = 2**24  # of the logits that are scored at a time: 64 MiB in float32
+_SCORED_ELEMENTS = 2**24  # logits scored at a time: 64 MiB in float32
 
 
 def no_logprobs(device: torch.device) -> Logprobs[Tensor]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # a model's config names activations and routings where torch
 ExpertMatrices: TypeAlias = "Tensor | PackedExperts"
 """A matrix of each expert, [experts, out, in], in the model's dtype or as a checkpoint has them."""
 
-Activation = Literal["silu", "gelu_tanh"]  # of a gated feed-forward block; gelu_tanh: gelu's tanh approximation
+Activation = Literal["silu", "gelu_tanh"]  # activation of a gated MLP; gelu_tanh: gelu's tanh approximation
 GateActivation: TypeAlias = Activation | Literal["sigmoid"]  # the latter: of a gate of attention's output
 
 
@@ -42,10 +42,10 @@ class Routing:
 
     top_k: int
     renormalize: bool  # the weights of a token's experts are made to sum to 1
-    score: Literal["softmax", "sigmoid"] = "softmax"  # of a router's logits
+    score: Literal["softmax", "sigmoid"] = "softmax"  # how a router's logits become scores
     groups: int = 1
     top_groups: int = 1
-    group_scores: int = 2  # of each group, that are added: 2 in DeepSeek V3, 1 in V2
+    group_scores: int = 2  # best scores of a group that are added: 2 in DeepSeek V3, 1 in V2
     scale: float = 1.0  # factor of the weights
 
     @property
@@ -113,9 +113,9 @@ class Heads:
     num_heads: int
     num_kv_heads: int  # 0: there are queries alone, which attend to K and V of an earlier layer
     cos_sin: Tensor
-    q_norm: Norm | None  # of each head, before its rotation (Qwen3)
+    q_norm: Norm | None  # norm of each query head before its rotation (Qwen3)
     k_norm: Norm | None
-    v_eps: float | None = None  # of a norm of each head of v, without weights (Gemma 4); None: there is none
+    v_eps: float | None = None  # eps of a norm of each head of v, without weights (Gemma 4); None: no norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class DeltaHeads:
     conv: Tensor  # [conv_size, channels] float32, the newest input's weights last
     a_log: Tensor  # [value_heads] float32
     dt_bias: Tensor  # [value_heads] float32
-    norm: Norm  # of each value head's output
+    norm: Norm  # norm of each value head's output
 
     @property
     def channels(self) -> int:
@@ -155,10 +155,10 @@ class ExpertKind(NamedTuple):
     num_experts: int
     top_k: int
     activation: ExpertActivation
-    form: LevelFormat | None = None  # of experts that stay quantized
+    form: LevelFormat | None = None  # format of experts that stay quantized
     shared: int = 0  # experts as large as the block that every token goes to besides
     weighed: bool = False  # `SharedExpert.weighed`
-    logits: torch.dtype | None = None  # of the router, if not the model's dtype
+    logits: torch.dtype | None = None  # type of the router, if not the model's dtype
 
 
 class LatentDims(NamedTuple):
@@ -176,11 +176,11 @@ class KernelNeeds:
 
     dtype: torch.dtype
     kv_dtype: torch.dtype
-    norm_dtype: torch.dtype  # of the norms' weights
+    norm_dtype: torch.dtype  # type of the norms' weights
     head_dims: frozenset[int]
     products: frozenset[Product]
     experts: frozenset[ExpertKind]
-    delta_taps: frozenset[int] = frozenset()  # of recurrent layers: inputs that a convolution reads
+    delta_taps: frozenset[int] = frozenset()  # inputs that a convolution of recurrent layers reads
     latents: frozenset[LatentDims] = frozenset()
 
 

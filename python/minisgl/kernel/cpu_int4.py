@@ -14,8 +14,8 @@ from minisgl.kernel.cpu_compile import CompilationError, load_library
 from minisgl.kernel.torch_ops import activate_and_mul
 from minisgl.quantization.rounding import INT4_GROUP, Int4Grid
 
-_FEW_ROWS = 4  # as the kernel is compiled for
-_OUTPUTS = 16  # of a tile
+_FEW_ROWS = 4  # value that the kernel is compiled with
+_OUTPUTS = 16  # outputs per tile
 _FLAGS = "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mfma"
 
 Int4Linear = Callable[..., None]  # int4_linear of csrc/int4_cpu.cpp

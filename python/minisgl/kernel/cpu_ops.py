@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _MANY_ROWS = 4
 _DTYPES = torch.bfloat16, torch.float16, torch.float32
 _BLOCK = 1 << 20  # values of a weight that are converted to float32 at a time, so that they stay in the cache
-_TOKENS = 64  # that are normed and rotated at a time, so that they stay in the cache
+_TOKENS = 64  # tokens normed and rotated at a time, so that they stay in the cache
 
 
 def multiplies_bfloat16() -> bool:

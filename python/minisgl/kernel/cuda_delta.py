@@ -12,8 +12,8 @@ from minisgl.kernel.compile import Compiler
 from minisgl.kernel.recurrent_rows import SingleRows
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec
 
-_HEAD_DIM = 128  # of keys and values in all published models
-_THREADS = 256  # of a block, whose registers hold a value head's memory of 64 KiB
+_HEAD_DIM = 128  # size of key and value heads in all published models
+_THREADS = 256  # per block, whose registers hold a value head's memory of 64 KiB
 _WAVES = 4  # blocks for each multiprocessor where blocks take rows in turn
 
 

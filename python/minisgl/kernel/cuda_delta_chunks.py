@@ -13,7 +13,7 @@ from minisgl.kernel.compile import Compiler
 from minisgl.kernel.recurrent_rows import CHUNK, ChunkedRows
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 
-_HEAD_DIM = 128  # of keys and values in all published models
+_HEAD_DIM = 128  # size of key and value heads in all published models
 _PADDING = 8  # 16-bit values behind each row of a tile in shared memory
 _PREPARE_THREADS = 128
 _GATE_WARPS = 8
@@ -58,7 +58,9 @@ class CudaDeltaChunks:
 
         sizes = {"key_heads": key_heads, "value_heads": value_heads, "width": width}
         values = make(tokens, value_heads, _HEAD_DIM, dtype=torch.float32)
-        chunked: dict[str, Any] = {  # what delta_prepare writes and delta_scan reads, and the rows that both read
+        chunked: dict[
+            str, Any
+        ] = {  # tensors that delta_prepare writes and delta_scan reads, and the rows that both read
             "projected": projected,
             "inputs": inputs,
             "slots": rows.slots,

@@ -35,15 +35,15 @@ _MAX_EXPERTS = 512
 _MAX_TOP_K = 32
 _MAX_WEIGHED = 16  # most tokens for which a shared expert with a gate is merged into the routed ones
 _PLAN_TOKENS = 128  # most tokens that one block routes and sorts, as in moe.cu
-_MAX_THREADS = 1024  # of a block
+_MAX_THREADS = 1024  # threads per block
 _ROUTE_THREADS = 128
-_BLOCK_K = 64  # as in moe_gemm.cu
+_BLOCK_K = 64  # the value of moe_gemm.cu
 
 
 class _Tiling(NamedTuple):
     """Macros of moe_gemm.cu that divide the work."""
 
-    pairs: int  # of tiles of 16 rows of the weight, of a warp
+    pairs: int  # pairs of tiles of 16 rows of the weight per warp
     warps_n: int  # warps that divide the rows of the weight
     warps_m: int  # warps that divide the (token, expert) pairs
     tiles: int  # tiles of eight (token, expert) pairs, of a warp

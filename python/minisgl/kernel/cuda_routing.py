@@ -17,12 +17,12 @@ from minisgl.kernel.compile import Compiler
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.kernel.small_batch_gemm import MAX_ROWS
 
-_WARPS = 4  # of a block of moe_choose.cu, as declared there
+_WARPS = 4  # warps per block of moe_choose.cu, as declared there
 _MAX_GROUPS = 32
 # moe_router.cu.
-_MAX_ROUTER_THREADS = 384  # of a block; each thread has eight values of a token at a time
-_ROUTER_TOKENS = 4  # of a block, at most
-_ROUTER_EXPERTS = 2  # of a block, as declared in moe_router.cu
+_MAX_ROUTER_THREADS = 384  # per block; each thread has eight values of a token at a time
+_ROUTER_TOKENS = 4  # most tokens per block
+_ROUTER_EXPERTS = 2  # experts per block, as declared in moe_router.cu
 _MAX_SCORES = 2048  # tokens times experts up to which this launch is faster than a norm and a 16-bit product
 # moe_router_many.cu. Blocks of moe_router.cu leave most of the GPU idle if the router has fewer than _MIN_EXPERTS; then
 # clusters are faster at any number of tokens, else from _MIN_TOKENS on. Where clusters cannot run, so are the norm and

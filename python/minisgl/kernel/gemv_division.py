@@ -12,8 +12,8 @@ from minisgl.quantization.levels import Kind
 
 _SLICE = 128  # columns of K that a warp multiplies at a time
 _KINDS: tuple[Kind, ...] = ("int4", "fp8")
-_MAX_SHARED_BYTES = 190 << 10  # of a block, so that a block of attention fits beside it on a multiprocessor
-_MIN_SHARED_BYTES = 116 << 10  # of a block, so that no other one of this kernel fits beside it
+_MAX_SHARED_BYTES = 190 << 10  # per block, so that a block of attention fits beside it on a multiprocessor
+_MIN_SHARED_BYTES = 116 << 10  # per block, so that no other block of this kernel fits beside it
 _MAX_STAGES = 8
 _MIN_STAGES = 2
 _BANDWIDTH = 4.2e6  # bytes a microsecond
@@ -26,10 +26,10 @@ class GemvDivision(NamedTuple):
 
     row_blocks: int  # blocks of 16 rows of the weight in a tile
     split: int  # blocks of a cluster, which divide K
-    warps: int  # of a block
+    warps: int  # warps per block
     slices: int  # the most that a warp has of K
-    stages: int  # of a warp's ring
-    clusters: int  # of the grid, which take tiles in turn
+    stages: int  # stages of a warp's ring
+    clusters: int  # clusters of the grid, which take tiles in turn
     shared_bytes: int  # dynamic shared memory of a block
 
     @property
@@ -85,7 +85,9 @@ def divide_gemv(kind: Kind, width: int, size: int, group: int, num_sms: int) -> 
         tiles = -(-width // (16 * division.row_blocks * division.clusters))
         slices = -(-size // (_SLICE * division.split))
         memory = division.row_blocks * _row_block_bytes(kind, group) * slices * tiles * num_sms / _BANDWIDTH
-        slices_of_scheduler = division.slices * -(-division.warps // 4) * tiles  # of the four on a multiprocessor
+        slices_of_scheduler = (
+            division.slices * -(-division.warps // 4) * tiles
+        )  # per scheduler, of which a multiprocessor has four
         instructions = slices_of_scheduler * (120 + 55 * division.row_blocks) / 1000
         epilogues = tiles * (1.3 if division.split > 1 else 0.3)
         return max(memory, instructions) + 0.2 * instructions + epilogues

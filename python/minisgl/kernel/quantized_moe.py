@@ -49,7 +49,7 @@ class QuantizedTiling(NamedTuple):
             weight += TILE * self.block_k // form.group
         elif form.group:
             weight += TILE * self.block_k // form.group * 4
-        rows = 1 if self.route else self.max_pairs  # of x
+        rows = 1 if self.route else self.max_pairs  # rows of x
         stage = rows * self.block_k * 2 + self.warpgroups * self.height * weight
         return self.stages * (-(-stage // 1024) * 1024)
 

@@ -14,12 +14,12 @@ from minisgl.kernel.compile import Compiler
 from minisgl.kernel.signature import SCALAR_NAMES, SHARED_BEFORE_ATTENTION, KernelSpec, Macros
 
 _SMALL = 1 << 23  # values of a weight up to which it is divided into many narrow blocks; else clusters divide K
-_MAX_ROWS = 16  # of x, for a small weight
+_MAX_ROWS = 16  # most rows of x for a small weight
 _MAX_ROWS_OF_LARGE = 8  # beyond, small_batch_gemm.py or cuBLAS is faster
-_THREADS = 128  # of a block, as in skinny_gemm.cu
+_THREADS = 128  # threads per block, as in skinny_gemm.cu
 _STAGE = 4096  # values of a weight in a stage, as in skinny_gemm.cu
 _CLUSTERS = (2, 8)  # the fewest and the most blocks of a cluster; GPUs before Hopper have none
-_STAGES = 7, 5  # of the ring of a large weight, in order of preference; the first is also the most of a small one's
+_STAGES = 7, 5  # for a large weight, in order of preference; the first is also the most for a small one
 _FEW_STAGES = 4  # where neither of these is fast enough, since more blocks then run at a time
 _IN_FLIGHT = 128 << 10  # bytes in flight to a multiprocessor that keep the memory busy
 _ENOUGH = 0.88  # share of the memory's speed, estimated by `_speed`, that ends the search for a division
@@ -33,7 +33,7 @@ class _Kind(NamedTuple):
     """Macros of skinny_gemm.cu, and what the launch needs besides."""
 
     dtype: torch.dtype
-    max_rows: int  # of x
+    max_rows: int  # most rows of x
     block_n: int  # rows of the weight
     cluster: int
     stages: int

@@ -19,7 +19,7 @@ MAX_ROWS = 64
 _MIN_ROWS = 9  # skinny_gemm.py has fewer, and up to 16 with small weights
 _X_ROWS = 32, MAX_ROWS  # rows of x in a stage
 _BLOCK_K = 64  # columns of a stage, as in small_batch_gemm.cu
-_THREADS = 160  # of a block, as in small_batch_gemm.cu
+_THREADS = 160  # threads per block, as in small_batch_gemm.cu
 _MIN_SIZE = 1 << 20  # fewest values of a weight; smaller ones leave most multiprocessors idle
 _MAX_WIDTH = 1 << 16  # most rows of a weight; cuBLAS reads a vocabulary's as fast as the memory can
 _SMALL = 1 << 23  # values of a weight up to which many narrow blocks hold it at once; larger ones stream
@@ -27,7 +27,7 @@ _MAX_CLUSTER = 8
 _FEW_STEPS = 64  # stages of K up to which four blocks divide it rather than two, where x is as large as the weight
 _MAX_GATED = 256  # most rows of a gated weight in a block, half of them gates
 _MAX_STAGES = 16
-_RING_BYTES = {1: 220 << 10, 2: 110 << 10, 3: 73 << 10}  # of a block, by blocks on a multiprocessor
+_RING_BYTES = {1: 220 << 10, 2: 110 << 10, 3: 73 << 10}  # bytes per block, by blocks on a multiprocessor
 
 
 class _Kind(NamedTuple):

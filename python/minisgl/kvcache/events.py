@@ -32,7 +32,7 @@ class BlockStored(_Event, frozen=True):
     lora_id: int | None = None
     medium: str = _MEDIUM
     lora_name: str | None = None
-    extra_keys: list[list[str] | None] | None = None  # of each block: the salt, where a salted prompt begins
+    extra_keys: list[list[str] | None] | None = None  # per block: the salt, where a salted prompt begins
 
 
 class BlockRemoved(_Event, frozen=True):
@@ -81,7 +81,7 @@ class EventRecorder:
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
-        self._hashes: dict[int, bytes] = {}  # of the cached pages
+        self._hashes: dict[int, bytes] = {}  # hash by cached page
         self._events: list[Event] = []
 
     def stored(self, parent: int | None, tokens: Int32Array, pages: Int32Array, salt: bytes) -> None:

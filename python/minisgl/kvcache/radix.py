@@ -51,10 +51,10 @@ class _Node:
 
     parent: _Node | None  # None: the root, or evicted
     key: bytes  # under which the parent has it: the tokens of its first page, after the salt below the root
-    tokens: bytes  # of this run
-    pages: Int32Array  # of this run
+    tokens: bytes  # tokens of the run, as bytes
+    pages: Int32Array  # tokens of the run, as bytes
     end: int  # tokens of the whole prefix
-    locks: int = 0  # of all handles that end here or below
+    locks: int = 0  # locks of all handles that end here or below
     children: dict[bytes, _Node] = field(default_factory=dict)  # by their keys
 
 
@@ -262,7 +262,7 @@ class RadixCache:
     # ---- showing ----
 
     def tree(self, max_nodes: int) -> list[CacheNode]:
-        order = count()  # of nodes of the same size, those that were found first
+        order = count()  # among nodes of equal size the first found comes first
         found: list[CacheNode] = []
         heap = [(-len(node.pages), next(order), node) for node in self._newest(self._root)]
         heapq.heapify(heap)

@@ -35,7 +35,7 @@ class YarnScaling:
     factor: float
     beta_fast: float
     beta_slow: float
-    attention_factor: float  # what cosines and sines are multiplied by
+    attention_factor: float  # factor of cosines and sines
     truncate: bool  # the ramp between the two begins and ends at whole dimensions
     original_max_positions: int
 
@@ -45,7 +45,7 @@ class ProportionalScaling:
     """Rotation of only the first `share` of a head's pairs, by the frequencies that all would have (Gemma 4)."""
 
     share: float
-    factor: float  # what the frequencies are divided by
+    factor: float  # divisor of the frequencies
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +87,9 @@ class LatentConfig:
     """
 
     kv_rank: int  # size of the latent
-    nope_dim: int  # of a head's query and key: dimensions without a rope
-    rope_dim: int  # of a head's query and key: dimensions with one
-    value_dim: int  # of a head's value
+    nope_dim: int  # dimensions of a head's query and key without a rope
+    rope_dim: int  # dimensions of a head's query and key with a rope
+    value_dim: int  # dimensions of a head's value
     q_rank: int | None  # size between the two matrices that make the queries; None: one matrix makes them
 
 
@@ -103,7 +103,7 @@ class AttentionConfig:
     rope: RopeConfig
     scale: float  # factor of q @ k before the softmax
     window: int | None = None  # positions that a query attends to, its own included; None: all before it
-    qk_norm: QKNorm = "none"  # of q and k before their rotation: each head by itself, or all heads together
+    qk_norm: QKNorm = "none"  # norms of q and k before their rotation: each head by itself, or all heads together
     qkv_bias: bool = False
     out_bias: bool = False
     v_norm: bool = False  # each head of v is normed, without weights (Gemma 4)
@@ -148,8 +148,8 @@ class DeltaNetConfig:
 
     num_key_heads: int
     num_value_heads: int
-    key_dim: int  # of a head
-    value_dim: int  # of a head
+    key_dim: int  # per head
+    value_dim: int  # per head
     conv_size: int  # inputs, its own included, that the convolution of q, k and v reads for a token
     grouped: bool = False  # the checkpoint has q, k, v and z, then b and a, of each key head together (Qwen3-Next)
 
@@ -172,11 +172,11 @@ class MoEConfig:
     """A router and gated experts, of which each token is sent to a few."""
 
     num_experts: int
-    intermediate_size: int  # of one expert
+    intermediate_size: int  # per expert
     routing: Routing
-    shared_intermediate_size: int = 0  # of the gated block that every token goes to besides; 0: there is none
+    shared_intermediate_size: int = 0  # size of the shared expert, to which every token goes; 0: none
     shared_gate: bool = False  # its output times the sigmoid of a product with the token (Qwen2-MoE)
-    choice_bias: bool = False  # of the scores when experts are chosen (DeepSeek V3)
+    choice_bias: bool = False  # scores have a bias when experts are chosen (DeepSeek V3)
     float32_router: bool = False  # its product is float32
     activation: ExpertActivation = "silu"
     router_name: str = "gate"  # in the checkpoint
@@ -234,7 +234,7 @@ class LayerConfig:
     mlp: MLPConfig | MoEConfig
     norms: NormNames = NormNames()
     residual_scale: float = 1.0  # factor of each block's output before it is added (Granite)
-    gemma4: Gemma4Parts | None = None  # what the layers of that family have besides
+    gemma4: Gemma4Parts | None = None  # parts that only layers of that family have
 
     @property
     def experts(self) -> MoEConfig | None:

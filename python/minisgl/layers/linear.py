@@ -72,7 +72,7 @@ class Linear(nn.Module):
 
     weight: nn.Parameter
     levels: Levels | None = None
-    grid: Int4Grid | None = None  # of a weight that was rounded to 4 bits
+    grid: Int4Grid | None = None  # grid of a weight that was rounded to 4 bits
     gated = False  # its first half gates its second
     product: Weight
 

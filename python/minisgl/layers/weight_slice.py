@@ -17,12 +17,12 @@ class WeightSlice:
     """
 
     name: str
-    shape: tuple[int, ...]  # of the whole tensor in the checkpoint
-    source: tuple[slice, ...]  # what this rank keeps of it
+    shape: tuple[int, ...]  # shape of the whole tensor in the checkpoint
+    source: tuple[slice, ...]  # part that this rank keeps
     target: Tensor  # a view of the parameter, as large as the source
     tied: bool = False
     offset: float = 0.0  # added to what the checkpoint holds
-    factor: float = 1.0  # of what it holds
+    factor: float = 1.0  # factor of its values
 
     @property
     def is_read(self) -> bool:
@@ -34,7 +34,7 @@ class WeightSlice:
 class ExpertSlice(WeightSlice):
     """A part of a mixture's matrices, which may stay quantized: some `rows` of experts from the `first` on."""
 
-    gated: bool  # of the first product's matrices
+    gated: bool  # True for the first product, whose matrix holds gates and ups
     first: int
     rows: slice
 

@@ -15,9 +15,9 @@ class Completion(TypedDict):
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
-    cached_tokens: int  # of the prompt, found in the prefix cache
-    logprobs: NotRequired[list[PositionLogprobs]]  # of each token, if asked for
-    prompt_logprobs: NotRequired[list[PositionLogprobs]]  # of each token of the prompt but the first, if asked for
+    cached_tokens: int  # prompt tokens found in the prefix cache
+    logprobs: NotRequired[list[PositionLogprobs]]  # one for each token, if asked for
+    prompt_logprobs: NotRequired[list[PositionLogprobs]]  # one for each token of the prompt but the first, if asked for
 
 
 class Answer:
@@ -27,7 +27,7 @@ class Answer:
     """
 
     completion: Completion
-    vector: bytes = b""  # of a pooled prompt: little-endian float32
+    vector: bytes = b""  # vector of a pooled prompt: little-endian float32
 
     def __init__(self, sampling: SamplingParams) -> None:
         self._sampling = sampling

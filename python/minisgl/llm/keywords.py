@@ -10,7 +10,7 @@ import torch
 from minisgl.config import EngineConfig, SchedulerConfig, SourceConfig
 from minisgl.config.settings import declarations, take_keywords
 
-_SETTINGS = (SourceConfig, EngineConfig, SchedulerConfig)  # that are keywords of LLM
+_SETTINGS = (SourceConfig, EngineConfig, SchedulerConfig)  # settings that are keywords of LLM
 # Nobody reads along, so no first token is urgent, and whole prompts first make the largest decode batches soonest.
 _OWN_DEFAULTS = {"batch_policy": "prefill-first", "schedule_policy": "fcfs"}
 

@@ -111,7 +111,7 @@ class LLM:
                 followers = self._ranks.outboxes(self._engine.limits)
                 self._open = True
                 self._lock = threading.Lock()  # calls from several threads are served one after another
-                self._num_seqs = 0  # of the call that runs: they are numbered from 0
+                self._num_seqs = 0  # sequences of the running call: they are numbered from 0
                 self.loop = make_loop(scheduling, self._engine, model_config, followers, grammars)
                 self._ranks.watch_progress(self._progress)
         except BaseException:

@@ -39,7 +39,7 @@ def _abort_after(process: subprocess.Popen[bytes], group: TPGroup, closed: threa
 def _look_until(closed: threading.Event, ranks: weakref.ref[RankProcesses]) -> None:
     while not closed.wait(PING_SECONDS / 2) and (one := ranks()) is not None:
         one.look()
-        del one  # whose end this thread must not delay
+        del one  # this thread must not delay its end
 
 
 class RankProcesses:
@@ -47,7 +47,7 @@ class RankProcesses:
 
     def __init__(self, config: ServerConfig) -> None:
         self._closed = threading.Event()
-        self._reading = threading.Lock()  # of the control pipes
+        self._reading = threading.Lock()  # held while control pipes are read
         self._failures: dict[str, str] = {}  # by process, what it said at last
         self._hang: str | None = None
         self._hang_timeout = config.engine.hang_timeout

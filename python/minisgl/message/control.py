@@ -24,9 +24,9 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
     config: ServerConfig
     run_dir: str
-    index: int  # which of the workers of its kind, or the TP rank
+    index: int  # number among the workers of its kind, or the TP rank
     listen_fd: int | None = None  # the API server's listening socket, inherited
-    name: str = ""  # of the worker, in logs
+    name: str = ""  # name of the worker in logs
 
 
 class Serve(msgspec.Struct, frozen=True, tag=True):
@@ -72,7 +72,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
     begun: int = 0  # steps that it has begun to launch
     finished: int = 0  # steps whose tokens it has read: rank 0 alone reads them all
-    cpu_seconds: float = 0.0  # that its process has computed, where steps run on the CPU
+    cpu_seconds: float = 0.0  # CPU time of its process, where steps run on the CPU
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

@@ -34,11 +34,11 @@ class SequenceState(msgspec.Struct, frozen=True, kw_only=True):
     """A sequence that runs or waits. Lengths are tokens."""
 
     seq_id: int
-    request_id: str  # of the HTTP request
+    request_id: str  # id of the HTTP request
     state: Literal["waiting", "running", "retracted"]
     prompt: int
     hit: int = 0  # found in the prefix cache when it entered
-    computed: int = 0  # whose K and V are written or being written
+    computed: int = 0  # tokens whose K and V are written or being written
     known: int  # prompt and output so far
     limit: int  # at which it must stop
     priority: int = 0
@@ -49,10 +49,10 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     """One look at the scheduler."""
 
     time: float  # seconds of `perf_counter`, one clock for all processes of a host
-    counts: dict[str, int]  # as /server_info tells them
+    counts: dict[str, int]  # counts of /server_info
     sequences: list[SequenceState]  # the oldest running ones, then those that wait, in their order
     nodes: list[CacheNode]  # parents first, of the tree's nodes the largest
-    steps: list[StepRecord]  # that ended since the step asked for, oldest first
+    steps: list[StepRecord]  # steps that ended since the step asked for, oldest first
 
 
 class InspectState(msgspec.Struct, frozen=True, tag=True):

@@ -26,7 +26,7 @@ class Accepted(msgspec.Struct, frozen=True, tag=True):
     seq_ids: list[int]
     prompt_ids: PackedIds
     echo: Echo | None = None
-    prompt_end: str = ""  # of a conversation: its last tokens as text, which say where the answer begins
+    prompt_end: str = ""  # last tokens of a conversation as text, which say where the answer begins
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -52,7 +52,7 @@ class OutputDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     finish: FinishReason | None = None  # set in exactly one delta, the last
     cached_tokens: int = 0  # in the last delta
     stop_reason: str | int | None = None  # in the last delta: the stop string or stop token that ended it
-    logprobs: list[PositionLogprobs] = []  # of the ids, if asked for
+    logprobs: list[PositionLogprobs] = []  # one for each id, if asked for
     prompt_logprobs: list[PositionLogprobs] = []  # in the first delta, if asked for: of all ids but the first
     excluded: bool = False  # in the last delta: the error is that no allowed token could follow the grammar
     admitted: float | None = None  # in the last delta: when its first step was planned, by `perf_counter`

@@ -16,7 +16,7 @@ class Open(msgspec.Struct, frozen=True, array_like=True):
 
     seq_id: int
     text: TextOptions
-    cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
     min_tokens: int = 0  # no stop string ends the text before so many tokens
     admitted: float | None = None  # time of its admission by `perf_counter`, one clock for all processes of a host
 
@@ -41,12 +41,12 @@ class StepOutput(msgspec.Struct, tag=True):
     """Outcome of a step, applied in this order: opened, tokens, ended. The scheduler fills it while it plans."""
 
     opened: list[Open] = []
-    seq_ids: list[int] = []  # those that got a token
+    seq_ids: list[int] = []  # sequences that got a token
     tokens: PackedIds = b""  # one each
     ended: list[End] = []
-    logprobs: LogprobRows | None = None  # of the tokens, for those sequences that ask
-    prompt_logprobs: list[LogprobRows] = []  # of whole prompts but their first tokens
-    pooled: list[Pooled] = []  # of a pooling model, in place of tokens
+    logprobs: LogprobRows | None = None  # for the tokens of sequences that ask for them
+    prompt_logprobs: list[LogprobRows] = []  # for whole prompts but their first tokens
+    pooled: list[Pooled] = []  # results of a pooling model, instead of tokens
 
     def __bool__(self) -> bool:
         return bool(self.opened or self.seq_ids or self.ended)

@@ -52,11 +52,11 @@ class GenerateOptions(msgspec.Struct, frozen=True):
     text: TextOptions
     priority: int = 0  # larger goes first
     truncate: int | None = None  # keep at most so many tokens of the prompt; -1: as many as fit
-    keep_first: bool = False  # of a prompt that is cut, and of a pair its document; otherwise the last
+    keep_first: bool = False  # a prompt that is cut, or a pair's document, keeps its first tokens; False: its last
     fewer_tokens: bool = False  # than max_tokens, where the context holds no more; otherwise it is refused
     echo: bool = False  # answer with the prompt's text as well
     cache_salt: str = ""  # prefixes are shared between requests of the same salt only
-    client: str = ""  # who asks, in no words that open anything: clients take turns where work is expensive
+    client: str = ""  # identifies the client, without its key: clients take turns where work is expensive
 
 
 class Generate(GenerateOptions, frozen=True, kw_only=True, tag=True):

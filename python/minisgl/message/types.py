@@ -37,7 +37,7 @@ class PositionLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """The token at a position, and the most likely ones there."""
 
     chosen: TokenLogprob
-    rank: int  # of the chosen token: 1 is the most likely
+    rank: int  # rank of the chosen token: 1 is the most likely
     top: list[TokenLogprob]
     special: bool = False  # the chosen token is one that `skip_special_tokens` leaves out of the text
 

@@ -23,7 +23,7 @@ from minisgl.models.config.model_config import CheckpointNames, ModelConfig, Uns
 
 _TEXT, _WITH_VISION = "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"
 ARCHITECTURES = (_TEXT, _WITH_VISION)
-_DEFAULTS: Mapping[str, Any] = {  # of transformers' Gemma3TextConfig; published files leave most of it out
+_DEFAULTS: Mapping[str, Any] = {  # defaults of transformers' Gemma3TextConfig; published files leave most of it out
     "vocab_size": 262_208,
     "hidden_size": 2304,
     "intermediate_size": 9216,

@@ -34,7 +34,7 @@ from minisgl.models.gemma3 import SANDWICH_NORMS, check_activation
 
 _TEXT, _WITH_TOWERS = "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"
 ARCHITECTURES = (_TEXT, _WITH_TOWERS)
-_DEFAULTS: Mapping[str, Any] = {  # of transformers' Gemma4TextConfig
+_DEFAULTS: Mapping[str, Any] = {  # defaults of transformers' Gemma4TextConfig
     "vocab_size": 262_144,
     "hidden_size": 2304,
     "intermediate_size": 9216,
@@ -69,7 +69,7 @@ def read_gemma4(architecture: str, reader: ConfigReader) -> ModelConfig:
         raise UnsupportedModel(f"use_bidirectional_attention {brief(both_ways)} is not supported")
     num_layers, context_len = reader.count("num_hidden_layers"), reader.count("max_position_embeddings")
     windowed = read_layer_types(reader, num_layers) or [(layer + 1) % 6 != 0 for layer in range(num_layers)]
-    windowed[-1] = False  # as transformers has it, whatever the file says
+    windowed[-1] = False  # transformers does so, whatever the file says
     window = reader.count("sliding_window")
     sliding, full = _read_attentions(reader, window if window < context_len else None)
     _check_sizes(reader, full, windowed)

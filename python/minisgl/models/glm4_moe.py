@@ -16,7 +16,7 @@ from minisgl.models.config.model_config import ModelConfig
 from minisgl.models.deepseek import read_grouped_experts, without_prediction
 
 ARCHITECTURES = ("Glm4MoeForCausalLM",)
-_DEFAULTS: Mapping[str, Any] = {  # of transformers' Glm4MoeConfig
+_DEFAULTS: Mapping[str, Any] = {  # defaults of transformers' Glm4MoeConfig
     "num_attention_heads": 96,
     "num_key_value_heads": 8,
     "rms_norm_eps": 1e-5,

@@ -23,7 +23,7 @@ from minisgl.models.config.config_reader import ConfigReader
 from minisgl.models.config.model_config import ModelConfig
 
 ARCHITECTURES = ("GptOssForCausalLM",)
-_DEFAULTS: Mapping[str, Any] = {  # of transformers' GptOssConfig
+_DEFAULTS: Mapping[str, Any] = {  # defaults of transformers' GptOssConfig
     "num_key_value_heads": 8,
     "head_dim": 64,
     "rms_norm_eps": 1e-5,

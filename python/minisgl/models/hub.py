@@ -81,7 +81,7 @@ def _download_from_modelscope(name: str, revision: str | None, patterns: list[st
         ) from None
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=_IGNORED))
-    except Exception as error:  # of several packages, whose names change
+    except Exception as error:  # from several packages, whose names change
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UnsupportedModel(f"model {name} could not be downloaded from ModelScope: {reason}") from error
 

@@ -58,7 +58,7 @@ class Variant:
     no_rope: Literal["never", "no_rope_layers", "without window"] = "never"
     windows: Literal["none", "all", "by layer"] = "none"
     experts: bool = False  # some layers have experts in place of the dense MLP
-    multipliers: bool = False  # of the embeddings, of q @ k, of what a block adds, and a divisor of the logits
+    multipliers: bool = False  # factors of embeddings, q @ k and a block's output, and a divisor of the logits
     query_scaling: bool = False  # the rope may scale queries beyond the original context
 
 
@@ -203,7 +203,7 @@ def _without_rope(reader: ConfigReader, variant: Variant, sliding: Sequence[bool
         return []
     if variant.no_rope == "without window":
         return [layer for layer, slides in enumerate(sliding) if not slides and reader.get("sliding_window")]
-    with_rope = reader.get("no_rope_layers")  # which transformers names for its zeros
+    with_rope = reader.get("no_rope_layers")  # transformers names it for its zeros
     interval = reader.count("no_rope_layer_interval", 4)
     if with_rope is None:
         with_rope = [int((layer + 1) % interval != 0) for layer in range(len(sliding))]

@@ -26,7 +26,7 @@ class WeightForms:
     tp: TPGroup
     keeps: Keeps | None  # None: every weight is dense
     keeps_experts: Keeps | None = None
-    method: Method | None = None  # that weights are rounded by
+    method: Method | None = None  # method by which weights are rounded
     fp8_activations: bool = False  # products may round x to FP8 where the format does; that of `method` fp8 does
 
     def rounded(self, module: Linear) -> LevelFormat | None:

@@ -72,10 +72,10 @@ class HarmonyParser(StateParser):
         self._tools = tools
         self._new_id = new_id
         self._separates_reasoning = reasoning
-        self._header_tokens = 0  # of a header that is not complete
+        self._header_tokens = 0  # tokens of a header that is not complete
         self._num_calls = 0
-        self._shown: set[_Kind] = set()  # what the answer has some text of already
-        self._kind = _Kind.CONTENT  # of the message at hand
+        self._shown: set[_Kind] = set()  # kinds of which the answer has text already
+        self._kind = _Kind.CONTENT  # kind of the current message
         self._begun = False  # it has some text
         _, start, header = prompt_end.rpartition(START)
         if continued.strip():

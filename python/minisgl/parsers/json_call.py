@@ -16,7 +16,7 @@ ARGUMENT_KEYS = ("arguments", "parameters")
 
 _NO_ARGUMENTS = "{}"
 _IN_STRING = {quote: re.compile(rf"[^{quote}\\]*") for quote in "\"'"}  # characters that mean only themselves
-_BETWEEN = re.compile(r'[^"{}\[\]]*')  # what does not matter between brackets
+_BETWEEN = re.compile(r'[^"{}\[\]]*')  # characters that do not matter between brackets
 _SCALAR = re.compile(r"[^\s,{}\[\]\":]*")
 
 
@@ -31,7 +31,7 @@ class ValueEnd:
         self._is_scalar = first not in '"{[('
         self._between = between
         self._depth = 0
-        self._quote = ""  # of the string that the text is in
+        self._quote = ""  # quote of the string that the text is in
         self._escaped = False
         self.code_chars = 0  # so far, outside of strings
         self.ended = False

@@ -15,9 +15,9 @@ from minisgl.parsers.json_call import ValueEnd
 from minisgl.parsers.streaming import end_of, next_character
 from minisgl.parsers.tool_calls import ToolCallParser, Tools
 
-MAX_CODE_CHARS = 20_000  # of a call, beside its strings: Python takes some 50 ms to read them
+MAX_CODE_CHARS = 20_000  # characters of a call besides its strings: Python takes some 50 ms to read them
 _NAME = re.compile(r"(?:[^\W\d][\w.]*)?")
-_BETWEEN = re.compile(r"[^\"'()\[\]{}]*")  # what does not matter between brackets
+_BETWEEN = re.compile(r"[^\"'()\[\]{}]*")  # characters that do not matter between brackets
 _CONSTANTS = {"true": True, "false": False, "null": None}  # JSON's, which models mix in
 
 

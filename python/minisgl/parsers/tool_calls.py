@@ -28,7 +28,7 @@ class ToolCallParser(StateParser, ABC):
     """Reads one answer. `new_id` makes the id of each call; `tools` are those that the client declared."""
 
     markers: ClassVar[tuple[str, ...]]  # with one of these a call begins
-    kept: ClassVar[tuple[str, ...]]  # what must stay in the text, even where it is a special token
+    kept: ClassVar[tuple[str, ...]]  # texts that must stay, even if they are special tokens
     shown_by: ClassVar[tuple[str, ...]] = ()  # texts that chat templates with this form have, all; none: by flag alone
     contradicted_by: ClassVar[tuple[str, ...]] = ()  # texts of other forms that look like this one
 
@@ -38,7 +38,7 @@ class ToolCallParser(StateParser, ABC):
         self._new_id = new_id
         self._num_calls = 0
         self._head = ""  # consumed, but content again if no call comes of it: up to the call itself
-        self._raw = ""  # the same: of the call itself, where further calls may hide
+        self._raw = ""  # text of the call itself, in which further calls may hide
         self._after_call = False  # nothing but white space came since a call
         self._json = JsonCall()
         self._after_json: State = self._content

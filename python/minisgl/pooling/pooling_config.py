@@ -26,8 +26,8 @@ class PoolingConfig(msgspec.Struct, frozen=True, kw_only=True):
     method: PoolingMethod
     size: int  # values of a vector
     normalize: bool = True  # embeddings have length 1
-    dimensions: tuple[int, ...] = ()  # that embeddings may be cut to, where the model names them; (): any
-    labels: tuple[str, ...] = ()  # of the classes
+    dimensions: tuple[int, ...] = ()  # sizes to which embeddings may be cut; (): any
+    labels: tuple[str, ...] = ()  # names of the classes
     activation: Activation = "identity"  # from logits to what is told of the classes
     answer_ids: tuple[int, ...] = ()
     max_seq_len: int | None = None  # tokens that the model was made for, if its folder says so

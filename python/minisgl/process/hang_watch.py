@@ -41,8 +41,8 @@ class HangWatch:
     def __init__(self, num_ranks: int, limit: float) -> None:
         self._ranks = [_Rank() for _ in range(num_ranks)]
         self._limit = limit
-        self._finished = 0  # of rank 0
-        self._cpu_seconds = 0.0  # of all
+        self._finished = 0  # steps that rank 0 has finished
+        self._cpu_seconds = 0.0  # of all ranks together
         self._stuck = 0.0  # seconds without progress
 
     def answer(self, rank: int, progress: Progress) -> None:

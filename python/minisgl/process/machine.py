@@ -12,10 +12,10 @@ from minisgl.config import ConfigError
 
 logger = logging.getLogger(__name__)
 
-MAX_OPEN_FILES = 65_535  # as vLLM and SGLang set it
-FILES_BESIDE_CONNECTIONS = 128  # of the API server: its libraries, sockets to other processes, status requests
+MAX_OPEN_FILES = 65_535  # the value of vLLM and SGLang
+FILES_BESIDE_CONNECTIONS = 128  # libraries, sockets to other processes and status requests of the API server
 MAX_SOCKET_PATH = 107  # bytes of a Unix socket's path on Linux
-LONGEST_NAME = len("/tokenizer-999.ipc")  # of message.socket.Addresses
+LONGEST_NAME = len("/tokenizer-999.ipc")  # longest name in message.socket.Addresses
 # Loops of an OpenMP thread before it sleeps. libgomp's own 300,000 are some 10 ms, taken from whoever has work; fewer
 # than 50,000 slow down steps on a quiet machine. Where the cores are wanted, `engine.cpu_threads` uses one thread.
 SPIN_COUNT = 50_000

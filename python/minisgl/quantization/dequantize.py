@@ -38,7 +38,7 @@ class QuantizedTensors:
     matrices: dict[str, QuantizedMatrix | Mxfp4Experts] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)  # names of stored tensors that need no further use
     kv_scales: dict[str, StoredTensor] = field(default_factory=dict)
-    modules: set[str] = field(default_factory=set)  # of the matrices
+    modules: set[str] = field(default_factory=set)  # modules of the matrices
 
 
 def find_quantized(tensors: Mapping[str, StoredTensor], quantization: Quantization) -> QuantizedTensors:

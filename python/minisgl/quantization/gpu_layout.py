@@ -50,7 +50,7 @@ def pack_levels(levels: Levels, dtype: torch.dtype, *, gated: bool = False) -> P
     """
     (width, size), kind, device = levels.shape, levels.format.kind, levels.codes.device
     order = torch.arange(-(-width // TILE) * TILE, device=device)
-    if gated:  # of 16 rows eight are gates
+    if gated:  # eight of 16 rows are gates
         order = order // 16 * 8 + order % 8 + order // 8 % 2 * (width // 2)
     order = order.clamp_(max=width - 1)  # rows beyond the last are never used
     words = torch.empty((len(order) // TILE, size // CHUNK[kind], 512), dtype=torch.int32, device=device)

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-Activations = Literal["16 bits", "dynamic 8 bits", "static 8 bits"]  # of the format's products
+Activations = Literal["16 bits", "dynamic 8 bits", "static 8 bits"]  # activations with which the format is multiplied
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,13 +33,13 @@ class RequestLifecycle:
         self._snapshots = snapshots
         self.waiting = WaitingQueue(policy)
         self.running: list[int] = []  # slots, oldest admission first
-        self.running_slots: IndexArray = np.empty(0, dtype=np.intp)  # the same, rebuilt when it changes
+        self.running_slots: IndexArray = np.empty(0, dtype=np.intp)  # slots of `running`, rebuilt when it changes
         self._retiring: list[int] = []  # slots of ended requests that a step in flight may still name
         self._by_seq_id: dict[int, Request] = {}
         self.report = StepOutput()  # the next
         self.retractions = 0
-        self._prefix_tokens_queried = 0  # of all requests that entered
-        self._prefix_tokens_hit = 0  # of these, found in the cache
+        self._prefix_tokens_queried = 0  # prompt tokens of all requests that entered
+        self._prefix_tokens_hit = 0  # tokens of these that were found in the cache
 
     @property
     def has_work(self) -> bool:

@@ -113,7 +113,7 @@ class StepLoop:
         self._clock = clock
         self._completed_at = 0.0
         self.trace: StepTrace | None = None  # while somebody looks
-        self._failure: DeviceOutOfMemory | None = None  # of a step that cannot be taken back
+        self._failure: DeviceOutOfMemory | None = None  # failure of a step that cannot be taken back
 
     @property
     def has_work(self) -> bool:
@@ -249,7 +249,7 @@ class SchedulableEngine(StepEngine, Protocol):
     page_size: int
     num_pages: int
     num_slots: int
-    num_snapshots: int  # of the states of a hybrid model
+    num_snapshots: int  # snapshots of a hybrid model's states
     window: WindowGroup | None  # layers with pages of their own
     limits: Limits
     step_cost: StepCost | None

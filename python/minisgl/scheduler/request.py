@@ -56,13 +56,15 @@ class Request:
     text: TextOptions  # for the detokenizer, when it enters
     priority: int = 0  # larger goes first
     salt: bytes = b""  # shares prefixes with requests of the same salt only
-    request_id: str = ""  # of the HTTP request, for logs
+    request_id: str = ""  # id of the HTTP request, for logs
     passed_over: int = 0  # times that a younger request of its priority was admitted before it
     state: RequestState = RequestState.WAITING
     slot: int = -1
     prefix: CacheHandle | None = None  # the locked place in the cache
     reserved_pages: int = 0  # promised for its known tokens at admission and not yet allocated
-    prompt_scores: list[Logprobs[AnyArray]] = field(default_factory=list)  # of its tokens so far
+    prompt_scores: list[Logprobs[AnyArray]] = field(
+        default_factory=list
+    )  # log-probabilities of its prompt's tokens so far
     prompt_scored: bool = False  # nobody wants any, or all have been reported
     hit_tokens: int = 0  # found in the cache when it entered
     failures: int = 0  # small steps of this request alone, since its last token, that found too little memory

@@ -89,7 +89,7 @@ class Scheduler:
         self._grammars = grammars or NoGrammars()
         self._requests = RequestLifecycle(config.schedule_policy, self._table, self._pages, self._snapshots)
         self._results = StepResults(self._table, self._requests, eos_token_ids, self._grammars)
-        self._arrived_tokens = 0  # of prompts
+        self._arrived_tokens = 0  # prompt tokens that have arrived
         self._next_step = 0
         self._completed_step = -1
         self.failed_steps = 0  # for which the device had too little memory
@@ -234,7 +234,7 @@ class Scheduler:
             if waits and self._is_being_prefilled(request, prefix.cached_len):
                 continue
             highest = max(highest, request.priority)
-            remaining = min(len(request.token_ids), request.max_len - 1) - prefix.cached_len  # as in the table
+            remaining = min(len(request.token_ids), request.max_len - 1) - prefix.cached_len  # as the table counts it
             if not chunks.accepts(prefix.cached_len, remaining):
                 continue
             if not self._pages.reserve(request, prefix, len(self._requests.running)):

@@ -38,7 +38,7 @@ class _Row:
 
     last: int  # position of its latest snapshot, reached if not saved, or of that from which it began
     branches: list[int] = field(default_factory=list)  # positions where another prompt parts from this one
-    answer_page: int = _NOWHERE  # of the answer's snapshot
+    answer_page: int = _NOWHERE  # last page before the answer's snapshot
 
 
 class StateSnapshots:

@@ -15,7 +15,7 @@ from minisgl.core import Batch, Int32Array
 from minisgl.message.engine_state import Chunk, StepRecord
 
 MAX_RECORDS = 4096
-MAX_ROWS = 64  # of a step that are told by name
+MAX_ROWS = 64  # rows of a step that are told by name
 MERGED_SECONDS = 0.05
 
 

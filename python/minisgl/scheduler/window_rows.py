@@ -35,7 +35,7 @@ class WindowRows:
         self._chunks = pages_for(max_prefill_tokens, table.page_size)
         num_slots = len(table.num_pages)
         self._pages = np.zeros_like(table.pages)
-        self._cached = np.zeros_like(table.pages)  # of the full group: the cached page that a lent one stands beside
+        self._cached = np.zeros_like(table.pages)  # cached page of the full group beside which a lent one stands
         self._start = np.zeros(num_slots, dtype=np.int32)
         self._lent = np.zeros(num_slots, dtype=np.int32)
         self._promised = np.zeros(num_slots, dtype=np.int32)  # to hold, while its prompt is computed; then 0

@@ -28,7 +28,7 @@ from minisgl.shell.shell_process import ShellProcess, origin
 
 logger = logging.getLogger(__name__)
 
-ENTRIES: Mapping[str, str] = {  # what each kind of worker runs; only the worker imports it
+ENTRIES: Mapping[str, str] = {  # entry point by kind of worker; only the worker imports it
     "scheduler": "minisgl.scheduler.process:run",
     "tokenizer": "minisgl.tokenizer.tokenizer_worker:run",
     "detokenizer": "minisgl.tokenizer.detokenizer_worker:run",
@@ -37,7 +37,9 @@ ENTRIES: Mapping[str, str] = {  # what each kind of worker runs; only the worker
 GRACE_SECONDS = 0.9  # for the API server to tell its clients of an end at once
 EXIT_SECONDS = 0.1  # from the end of a worker's grace to the end of its process
 KILL_SECONDS = 0.3  # for workers to be gone after that, until they are killed
-TEARDOWN_SECONDS = 3.0  # of --shutdown-timeout: to tell clients that the time is up, and to end everybody
+TEARDOWN_SECONDS = (
+    3.0  # part of --shutdown-timeout in which clients are told that the time is up, and all processes end
+)
 REPEAT_SECONDS = 0.5  # after SIGTERM: another is the same one (timeout(1) signals its child and then the child's group)
 
 

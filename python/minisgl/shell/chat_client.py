@@ -56,7 +56,7 @@ class Chunk(msgspec.Struct, frozen=True):
     """Content of one event."""
 
     text: str = ""
-    reasoning: str = ""  # of servers that tell it apart
+    reasoning: str = ""  # only from servers that separate it
     finish: str | None = None
     usage: Usage | None = None
 

@@ -16,10 +16,10 @@ from typing import Generic, TypeVar
 from minisgl.core import Grammar
 
 OLDEST_TURNS = 8
-CHEAP = 16_384  # of `estimated_cost`: takes some 50 ms
-MAX_WAITING_CHARS = 64 * 2**20  # of all grammars that wait
-MAX_CLIENT_CHARS = 8 * 2**20  # of one client's
-ENTRY_CHARS = 1024  # that an item takes beside its text
+CHEAP = 16_384  # value of `estimated_cost` that takes some 50 ms
+MAX_WAITING_CHARS = 64 * 2**20  # all waiting grammars together
+MAX_CLIENT_CHARS = 8 * 2**20  # waiting grammars of one client
+ENTRY_CHARS = 1024  # counted for an item besides its text
 _MAX_COST = 10**12
 
 _COUNTS = re.compile(r"\{(\d{1,9})(?:,(\d{0,9}))?\}")
@@ -34,7 +34,7 @@ class QueueFull(Exception):
 
 @dataclass(slots=True)
 class _Waiting:
-    clients: set[str]  # that ask for it
+    clients: set[str]  # clients that ask for it
     cost: int
     chars: int
     charged: str  # the client whose share of the memory it takes

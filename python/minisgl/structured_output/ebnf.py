@@ -257,7 +257,7 @@ def _quoted(char: str) -> str:
 class _Printer:
     rules: dict[str, _Node]
     lines: list[str] = field(default_factory=list)
-    terminals: dict[str, str] = field(default_factory=dict)  # of rules without recursion
+    terminals: dict[str, str] = field(default_factory=dict)  # terminals made of rules without recursion
     nonterminals: dict[str, str] = field(default_factory=dict)
     regular: dict[str, bool] = field(default_factory=dict)
 

@@ -21,8 +21,8 @@ from minisgl.core import InvalidRequest
 Json: TypeAlias = dict[str, Any] | list[Any] | str | int | float | bool | None
 
 MAX_DEPTH = 64
-MAX_PATTERNS = 8  # that one text must match
-MAX_DIVISOR = 10_000  # of multipleOf, with its point taken away: the automaton has a state for each remainder
+MAX_PATTERNS = 8  # patterns that one text must match
+MAX_DIVISOR = 10_000  # multipleOf without its decimal point: the automaton has a state for each remainder
 DATA_KEYWORDS = frozenset(("const", "default", "enum", "examples", "required", "type"))  # hold no schemas
 SCHEMA_MAPS = frozenset(("$defs", "definitions", "dependentSchemas", "patternProperties", "properties"))
 

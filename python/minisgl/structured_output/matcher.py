@@ -35,11 +35,11 @@ from minisgl.structured_output.translate import (
 
 logger = logging.getLogger(__name__)
 
-MAX_AUTOMATA = 256  # that are kept for requests to come
-MAX_THREADS = 16  # that fill bitmasks
+MAX_AUTOMATA = 256  # automata kept for later requests
+MAX_THREADS = 16  # threads that fill bitmasks
 MAX_COMPILERS = 8  # threads
 REPLAYED_TOKENS = 256  # at a time
-REPLACEMENTS = 2  # of a request's automaton in one step: the first may be full by then
+REPLACEMENTS = 2  # tries to replace a request's automaton in one step: the first new one may be full
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ class GrammarMatcher:
         self.automaton = automaton
         automaton.users.add(self)
         self._followed: LLMatcher | None = None
-        self._tokens: list[int] = []  # that it has moved on by
+        self._tokens: list[int] = []  # tokens that it has advanced by
         self._own_stop_ids = frozenset(sampling.stop_token_ids) - eos_token_ids
         self._stop_ids = self._own_stop_ids | eos_token_ids
         self._avoided = eos_token_ids - frozenset(sampling.stop_token_ids) if sampling.ignore_eos else frozenset[int]()
@@ -108,7 +108,7 @@ class GrammarMatcher:
         if not followed.consume_token(token):
             return Progress.FAILED
         self._tokens.append(token)
-        if token in self._stop_ids:  # also where the grammar does not end: nothing else was allowed
+        if token in self._stop_ids:  # even if the grammar does not end: nothing else was allowed
             return Progress.COMPLETE
         if not followed.is_stopped():
             return Progress.OPEN

@@ -40,7 +40,7 @@ _REFERENCE = re.compile(rb'"\$ref":("(?:[^"\\]|\\.)*")')  # in JSON that msgspec
 class CallForm:
     """Form in which a model writes calls."""
 
-    rules: Callable[[Tools, bool], Iterable[str]]  # of `call`: one, behind the marker; or several, if that is allowed
+    rules: Callable[[Tools, bool], Iterable[str]]  # rules of `call`: one behind the marker, or several if allowed
     parser: type[ToolCallParser] | type[HarmonyParser]
     between: str | None  # calls with a marker each; None: there is one marker, or none
     head: str = ""  # with which an answer that is a call begins, where no marker does

@@ -39,7 +39,9 @@ SCHEMA_OPTIONS: JsonCompileOptions = {
     "lenient": False,
 }
 
-_ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})|\\x([0-9a-fA-F]{2})|\\x\{([0-9a-fA-F]{1,5})\}")  # of JSON, of expressions
+_ESCAPE = re.compile(
+    r"\\u([0-9a-fA-F]{4})|\\x([0-9a-fA-F]{2})|\\x\{([0-9a-fA-F]{1,5})\}"
+)  # escapes of JSON, then of expressions
 _NOTATION = re.compile(r"[\\\"'/()\[\]{}|?*+\s]")
 
 

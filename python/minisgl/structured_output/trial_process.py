@@ -43,9 +43,9 @@ from minisgl.structured_output.translate import (
 )
 
 WAIT_FACTOR = 5  # seconds of waiting for one of processor time, on a machine that has much else to do
-MAX_BYTES = 2 * 2**30  # that a grammar may take
+MAX_BYTES = 2 * 2**30  # most memory of a grammar
 TRIALS = 4  # random continuations of a grammar
-TRIAL_BYTES = 16  # of each
+TRIAL_BYTES = 16  # bytes of a continuation
 _CHUNK = 65_536
 
 
@@ -54,7 +54,7 @@ class Trial(msgspec.Struct, frozen=True):
 
     number: int
     grammar: Grammar
-    seconds: float  # of processor time
+    seconds: float  # seconds of processor time
     max_bytes: int = MAX_BYTES
 
 
@@ -66,8 +66,8 @@ class GrammarCheck(msgspec.Struct, frozen=True):
 
     message: str = ""
     field: str | None = None
-    grammar: Grammar | None = None  # as it is to be followed, where that is not as it came
-    failure: str = ""  # of ours, for the log: nothing is known of the grammar
+    grammar: Grammar | None = None  # grammar to follow instead of the one that came
+    failure: str = ""  # failure of the server, for the log: nothing is known of the grammar
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -75,7 +75,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
     number: int
     check: GrammarCheck
-    seconds: float  # of processor time
+    seconds: float  # seconds of processor time
 
 
 class TrialsEnded(Exception):
@@ -143,7 +143,7 @@ class TrialProcess:
         except BlockingIOError:
             pass
         except BrokenPipeError:
-            self._unsent.clear()  # what is read next says so
+            self._unsent.clear()  # the next read says so
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -285,7 +285,7 @@ def check_of(grammar: Grammar, vocabulary: LLTokenizer, tokens: Mapping[str, int
         message = _try(translated, vocabulary)
     except InvalidRequest as refused:
         return GrammarCheck(refused.message, refused.field)
-    except ValueError as invalid:  # of a text that llguidance cannot read at all
+    except ValueError as invalid:  # llguidance cannot read the text at all
         return GrammarCheck(_in_short(str(invalid)))
     return GrammarCheck(message, grammar=None if message or translated is grammar else translated)
 

@@ -38,7 +38,7 @@ class PendingCheck:
     def __init__(self, grammar: Grammar, validator: GrammarValidator) -> None:
         self.grammar = grammar
         self.check: GrammarCheck | None = None  # when it is done
-        self.requests = 0  # that have asked for it and not gone since
+        self.requests = 0  # requests that wait for it
         self.attempts = 0
         self._validator = validator
 
@@ -122,7 +122,7 @@ class GrammarValidator:
         A template is completed by its trial.
         """
         pending = PendingCheck(grammar, self)
-        if grammar.kind != "template":  # those are our own
+        if grammar.kind != "template":  # templates are the server's own
             try:
                 grammar.check_size(field_of(grammar))
             except InvalidRequest as refused:

@@ -29,7 +29,7 @@ from minisgl.tokenizer.text import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
-PROMPT_END_TOKENS = 32  # that hold a marker and the line breaks around it, be a token a single character
+PROMPT_END_TOKENS = 32  # enough for a marker and the line breaks around it, even if each token is one character
 
 
 @dataclass(frozen=True, slots=True)

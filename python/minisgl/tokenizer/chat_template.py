@@ -94,7 +94,7 @@ class ChatTemplates:
             message = f"the model's chat template refuses these messages: {error}"
         except jinja2.TemplateError as error:
             message = f"the model's chat template cannot render these messages: {error}"
-        except Exception:  # of Python: its text says nothing to a client
+        except Exception:  # raised by Python: its text says nothing to a client
             logger.warning("the chat template %s of %s fails", name, self._model_name, exc_info=True)
             message = "the model's chat template fails on these messages"
         raise InvalidRequest("messages", message)
@@ -301,7 +301,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return self._whole(super().call_binop(context, operator, left, right))
 
     def call(
-        __self,  # as in Jinja, so that a template may pass a keyword called self
+        __self,  # Jinja's name, so that a template may pass a keyword called self
         __context: jinja2.runtime.Context,
         __obj: Any,
         *args: Any,
@@ -322,7 +322,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().getitem(obj, argument)
 
 
-MAX_BITS = 4096  # of a number that a template computes
+MAX_BITS = 4096  # bits of a number that a template computes
 _LONG_NUMBER = re.compile(r"\d{7}")  # a width of a million and more
 _EACH, _WHOLE = "each in time", "of a bounded length"  # filters that no template can name
 

@@ -141,7 +141,7 @@ def _reach(steps: list[dict[str, Any]]) -> int:
     for at, step in enumerate(after):
         match step:
             case {"type": "ByteLevel"}:
-                reach += at + 1 < len(after)  # of an unfinished character the next step sees U+FFFD
+                reach += at + 1 < len(after)  # the next step sees U+FFFD for an unfinished character
             case {"type": "Metaspace"}:
                 pass
             case {"type": "Strip", "stop": int(stop)}:

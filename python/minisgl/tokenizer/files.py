@@ -70,7 +70,7 @@ def load_decoder(folder: Path) -> TextDecoder:
         try:
             content = msgspec.json.decode(path.read_bytes(), type=_TokenizerJson)
         except msgspec.DecodeError:
-            return make_decoder(load_tokenizer(folder))  # which says what is wrong, if anything is
+            return make_decoder(load_tokenizer(folder))  # it says what is wrong, if anything is
         vocabulary = content.model.vocab
         tokens = [*vocabulary, *(t.content for t in content.added_tokens)] if isinstance(vocabulary, dict) else []
         if isinstance(vocabulary, dict) and is_byte_level(content.decoder, tokens):

@@ -9,7 +9,7 @@ from minisgl.parsers.harmony import SHOWN_BY
 
 Message = dict[str, Any]
 
-_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}  # what the models have not seen
+_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}  # efforts that the models have not seen
 
 
 def is_harmony(template: str) -> bool:

@@ -101,7 +101,7 @@ class TableDecoder:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
-BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")  # as Rust reads two hexadecimal digits
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")  # Rust reads two hexadecimal digits so
 
 
 def _decode_certain(data: bytes, errors: Literal["strict", "replace"]) -> tuple[str, bytes]:

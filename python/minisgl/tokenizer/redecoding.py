@@ -79,7 +79,7 @@ class _RedecodingStream:
         self._skipped = skipped
         self._starts_behind_anchor = continues
         self._window: list[int] = []
-        self._shown = ""  # of the window's text
+        self._shown = ""  # part of the window's text that was returned
         self._limit = WINDOW
 
     def feed(self, token: int) -> str:
@@ -111,7 +111,7 @@ class _RedecodingStream:
     def _decode_window(self) -> str:
         """Return the window's text, which begins with what is shown of it."""
         text = self._decoder.decode(self._window)
-        if not text.startswith(self._shown):  # what is out stays: the token is decoded by itself
+        if not text.startswith(self._shown):  # returned text stays: the token is decoded by itself
             self._window, self._shown = self._window[-1:], ""
             text = self._decoder.decode(self._window)
         return text

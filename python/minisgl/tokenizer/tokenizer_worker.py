@@ -30,7 +30,7 @@ from minisgl.tokenizer.text import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
-MAX_CHARS_TO_ENCODE = 1_000_000  # of a query; it takes half a second, in which nobody else's prompt moves
+MAX_CHARS_TO_ENCODE = 1_000_000  # per query; encoding them takes half a second, in which no other prompt is encoded
 CHECK_INTERVAL = 0.002  # seconds between looks at the grammars that are being checked, if there are any
 
 

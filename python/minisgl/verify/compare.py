@@ -131,7 +131,7 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
 class Parting:
     """The first new token that differs."""
 
-    step: int  # of the new tokens, from 0
+    step: int  # number of the new token, from 0
     ours: Choice
     theirs: Choice
     margin: float  # how much better the oracle finds its token than ours, in standard deviations
@@ -146,7 +146,7 @@ class Parting:
 class Run:
     """One prompt in one pass of our engine."""
 
-    cached_tokens: int = 0  # of the prompt: their logits were not computed again
+    cached_tokens: int = 0  # prompt tokens whose logits were not computed again
     tokens: list[int] = field(default_factory=list)
     positions: dict[int, Position] = field(default_factory=dict)
 

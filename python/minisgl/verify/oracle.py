@@ -50,7 +50,7 @@ class Answers:
     """All prompts' answers, and the hidden states behind the last tokens of one prompt."""
 
     expected: list[Expected]
-    traced: int  # which prompt
+    traced: int  # index of the prompt
     hidden: list[Float32Array]  # after the embedding and after each layer but the last: [TRACED, hidden_size]
     is_float32: bool  # the logits are those in float32; otherwise the weights in float32 found no room
 

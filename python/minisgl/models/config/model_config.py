@@ -55,13 +55,13 @@ class RotaryCall:
 class TransformersModules:
     """Modules of transformers that compute a model."""
 
-    config_json: str  # of which transformers makes them
+    config_json: str  # from which transformers makes them
     attending: tuple[str, ...]  # names of those that attend, in the layers' order
-    rotaries: tuple[RotaryCall | None, ...]  # of each of these, if our kernels can rotate in its place
+    rotaries: tuple[RotaryCall | None, ...]  # one for each of these, if kernels of csrc/ can rotate instead
     merged: tuple[tuple[str, ...], ...]  # names of linear layers that read one input
     tp_plan: tuple[tuple[str, str], ...]  # styles by which transformers divides modules among ranks
     tp_missing: str | None  # why these do not divide the model, if so
-    tp_sizes: tuple[tuple[str, int], ...]  # what they divide, by a name for it
+    tp_sizes: tuple[tuple[str, int], ...]  # sizes that they divide, each with a name
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +79,13 @@ class ModelConfig:
     initializer_range: float
     eos_token_ids: tuple[int, ...] = ()
     embedding_scale: float = 1.0  # factor of the input embeddings
-    layer_inputs: LayerInputConfig | None = None  # of every layer
+    layer_inputs: LayerInputConfig | None = None  # inputs of every layer
     logits_scale: float = 1.0  # factor of the logits
     logits_softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
     checkpoint: CheckpointNames = CheckpointNames()
-    transformers: TransformersModules | None = None  # that compute the model; None: this package's do
+    transformers: TransformersModules | None = None  # modules that compute the model; None: this package's
     quantization: Quantization | None = None  # how the checkpoint stores its matrices; None: in dtype or wider
-    pooling: PoolingConfig | None = None  # what it makes of prompts; None: text
+    pooling: PoolingConfig | None = None  # result for a prompt; None: text
 
     @property
     def num_layers(self) -> int:

@@ -17,7 +17,7 @@ from minisgl.pooling.pooling_config import Activation, Convert, PoolingConfig, P
 
 CAUSAL, CLASSIFIER, HEADLESS = "ForCausalLM", "ForSequenceClassification", "Model"
 _GENERATING = CAUSAL, "ForConditionalGeneration"
-_ANSWERS = "no", "yes"  # of Qwen3-Reranker, the later one means that the document is relevant
+_ANSWERS = "no", "yes"  # answers of Qwen3-Reranker; the second means that the document is relevant
 _METHODS: Mapping[str, PoolingMethod] = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean"}
 _ACTIVATIONS: Mapping[str, Activation] = {"Sigmoid": "sigmoid", "Identity": "identity", "Softmax": "softmax"}
 

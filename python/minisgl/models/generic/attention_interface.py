@@ -114,7 +114,7 @@ class Probe:
                 num_heads=heads,
                 num_kv_heads=k.shape[1],
                 head_dim=head_dim,
-                rope=NO_ROPE,  # as transformers' modules make it
+                rope=NO_ROPE,  # transformers' modules rotate
                 scale=head_dim**-0.5 if options.get("scaling") is None else float(options["scaling"]),
                 window=_window(mask, options.get("sliding_window")),
                 has_sinks=options.get("s_aux") is not None,
@@ -143,7 +143,7 @@ class PagedAttention:
     """Attention of one layer over the paged KV pool, for the tokens of all sequences of a step."""
 
     layer: int
-    config: AttentionConfig  # of all ranks
+    config: AttentionConfig  # for all ranks together
     cos_sin: Tensor  # [max_positions, head_dim]: see Heads.cos_sin
     tp: TPGroup
     step: Step
@@ -160,14 +160,14 @@ class PagedAttention:
         config, tp, sinks = self.config, self.tp, options.get("s_aux")
         q, k, v = q[0], k[0], v[0]
         has_all = len(q) == config.num_heads
-        if tp.size > 1:  # of heads that its projections did not divide, a rank attends with its share
+        if tp.size > 1:  # a rank attends with its share of heads that its projections did not divide
             mine = config.kv_heads_of(tp.rank, tp.size)
             if len(k) == config.num_kv_heads:
                 k, v = (torch.cat([part[head : head + 1] for head in mine]) for part in (k, v))
             q = share(q, 0, tp) if has_all else q
             sinks = share(sinks, 0, tp) if sinks is not None and len(sinks) == config.num_heads else sinks
         value_dim = v.shape[2]
-        if value_dim < config.head_dim:  # as of latent attention
+        if value_dim < config.head_dim:  # latent attention, for example
             v = F.pad(v, (0, config.head_dim - value_dim))
         heads = Heads(len(q), len(k), self.cos_sin, q_norm=None, k_norm=None)
         out = attend(self.layer, _side_by_side(q, k, v), heads, sinks, self.step.ctx)

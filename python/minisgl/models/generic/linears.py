@@ -110,7 +110,7 @@ class MergedLinear(Linear):
         self.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
         self.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
         self._input: Tensor | None = None
-        self._waiting: dict[int, Tensor] = {}  # what the last product gave the layers that have not been called since
+        self._waiting: dict[int, Tensor] = {}  # results of the last product for layers that have not been called since
 
     def part(self, index: int, x: Tensor) -> Tensor:
         """Return one layer's part of the product of x."""

@@ -50,7 +50,7 @@ def check_sharding(config: ModelConfig, tp_size: int) -> None:
             ids = torch.zeros(_TOKENS, dtype=torch.int64)
             step = SimpleNamespace(input_ids=ids, positions=ids, logits_indices=None, logits=None, ops=ops)
             model(cast(ForwardContext, step))
-    except Exception as error:  # of any module of transformers
+    except Exception as error:  # from any module of transformers
         raise UnsupportedModel(
             f"--tp {tp_size}: {config.architecture} is computed by transformers, whose plan does not fit its modules: "
             f"{' '.join(str(error).split())}"

@@ -61,13 +61,13 @@ def probe(model: Any) -> tuple[Probe, tuple[tuple[str, ...], ...]]:
         with torch.inference_mode():
             _run_without_weights(model)
             merged = inputs.shared()
-            model.set_attn_implementation(PAGED)  # which gives its modules no masks
+            model.set_attn_implementation(PAGED)  # its modules get no masks then
             for module in model.modules():
                 set_attention(module, give_queries)
             _run_without_weights(model)
     except UnsupportedModel:
         raise
-    except Exception as error:  # of any module of transformers
+    except Exception as error:  # from any module of transformers
         line = " ".join(str(error).split())
         raise UnsupportedModel(
             f"its modules cannot be probed without weights: {type(error).__name__}: {line}"

@@ -73,7 +73,7 @@ def _norms_alike(module: nn.Module, form: NormForm, x: Tensor, weight: Tensor) -
     stand_in._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
     try:
         theirs = stand_in(x)
-    except Exception:  # of any module of transformers: it is not a norm
+    except Exception:  # from any module of transformers: it is not a norm
         return False
     if not isinstance(theirs, Tensor) or theirs.shape != x.shape or theirs.dtype != x.dtype:
         return False
@@ -99,7 +99,7 @@ def gated_form(module: nn.Module) -> GatedForm | None:
         stand_in, small = _small_block(module, linears, down, generator)
         try:
             theirs = stand_in(x)
-        except Exception:  # of any module of transformers: it is no such block
+        except Exception:  # from any module of transformers: it is no such block
             continue
         if not isinstance(theirs, Tensor) or theirs.shape != x.shape:
             continue
@@ -161,7 +161,7 @@ def holds_plain_experts(module: nn.Module) -> bool:
     shares = torch.rand(len(x), 2, generator=generator, device="cpu")
     try:
         theirs = stand_in(x, chosen, shares)
-    except Exception:  # of any module of transformers: its experts are others
+    except Exception:  # from any module of transformers: its experts are others
         return False
     if not isinstance(theirs, Tensor) or theirs.shape != x.shape:
         return False

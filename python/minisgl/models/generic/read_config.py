@@ -23,7 +23,7 @@ def read_generic(architecture: str, raw: Mapping[str, Any]) -> ModelConfig:
         found, merged = probe(model)
     except UnsupportedModel:
         raise
-    except Exception as error:  # of any config or module of transformers
+    except Exception as error:  # from any config or module of transformers
         raise UnsupportedModel(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
     positions = getattr(text, "max_position_embeddings", None)
     if not positions:

@@ -115,7 +115,7 @@ def _rotates_halves(rotate: Rotate) -> bool:
     cos, sin = (torch.randn(1, 3, 4, generator=generator, device="cpu") for _ in "cs")
     try:
         found = rotate(q, k, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1))
-    except Exception:  # of any module of transformers: it rotates in another way
+    except Exception:  # from any module of transformers: it rotates in another way
         return False
     for before, after in zip((q, k), found, strict=True):
         a, b = before.chunk(2, dim=-1)

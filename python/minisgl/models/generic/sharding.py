@@ -31,7 +31,7 @@ _WHOLE = {
     "packed_rowwise",
     "moe_tp_experts",
     "mla_kv_a_proj",  # the latent, of which every rank makes its heads
-    "local_params",  # of each head: attention takes its share of sinks
+    "local_params",  # one for each head: attention takes its share of sinks
 }
 
 

@@ -63,7 +63,7 @@ async def serve(worker: Worker, sock: socket.socket) -> None:
     server = Server(app, config.http, drain, client.metrics)
 
     gc.collect()
-    gc.freeze()  # what is there stays: to look through it took 40 ms in each full collection, in which all streams wait
+    gc.freeze()  # startup objects stay: each full collection of them took 40 ms, in which all streams wait
 
     def shut_down(reason: str | None) -> None:
         client.shut_down(reason)

@@ -64,8 +64,8 @@ class RequestMetrics:
         self.inference_time = Histogram(REQUEST_SECONDS)  # prefill and decode
         self.request_prompt_tokens = Histogram(TOKENS)
         self.request_generation_tokens = Histogram(TOKENS)
-        self.request_max_num_generation_tokens = Histogram(TOKENS)  # of a request's longest sequence
-        self.failed_accepts = 0  # of connections, because the process may open no more files
+        self.request_max_num_generation_tokens = Histogram(TOKENS)  # tokens of a request's longest sequence
+        self.failed_accepts = 0  # connections refused by the limit of open files
 
     def prompt(self, num_tokens: int) -> None:
         """Count an accepted prompt."""
@@ -85,7 +85,7 @@ class SequenceClock:
         self.admitted: float | None = None  # known at the end: when its first step was planned
         self.first_token: float | None = None
         self.last_token = start
-        self.reason: FinishReason | None = None  # of its end
+        self.reason: FinishReason | None = None  # reason of its end
 
     def tokens(self, count: int, now: float) -> None:
         """Count tokens that have come at once, one at least."""
@@ -122,9 +122,9 @@ class EngineLoad:
     waiting: int = 0  # sequences that wait for their turn
     tokens_used: int = 0  # in pages that running sequences hold
     tokens_waiting: int = 0  # known tokens of those that wait
-    max_tokens: int = 0  # that the KV cache holds
+    max_tokens: int = 0  # capacity of the KV cache
     prefix_tokens_queried: int = 0  # prompt tokens looked for in the cache, since the start
-    prefix_tokens_hit: int = 0  # of these, found
+    prefix_tokens_hit: int = 0  # tokens of these that were found
     generation_rate: float = 0.0  # tokens/s between the last two heartbeats
     window_usage: float = 0.0  # share of the windowed layers' pages that running sequences hold
 

@@ -52,7 +52,7 @@ class Writer(ABC):
 
     stream_end: ClassVar[bytes] = b"data: [DONE]\n\n"
     in_thread: ClassVar[bool] = False  # a whole answer takes long to write, which a thread of its own does
-    id: str  # of the answer
+    id: str  # id of the answer
 
     def begin(self, request: OpenRequest) -> None:
         """Take the request, whose prompts are all accepted, for the calls that follow."""
@@ -132,7 +132,7 @@ class Answer:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request: OpenRequest | None = None
         try:
-            await asyncio.sleep(0)  # what made the job may have taken long
+            await asyncio.sleep(0)  # making the job may have taken long
             with self._client.open(self._job, self._names) as request:
                 watcher = asyncio.create_task(self._watch(request, receive))
                 try:
@@ -156,7 +156,7 @@ class Answer:
         self._client.abandon(request)
 
     async def _send_stream(self, request: OpenRequest, scope: Scope, send: Send) -> None:
-        await request.accepted()  # what is refused before is an ordinary error response
+        await request.accepted()  # a refusal until here is an ordinary error response
         self._writer.begin(request)
         self._started = True
         body = stream_body_of(scope)
@@ -170,7 +170,7 @@ class Answer:
     async def _send_body(self, request: OpenRequest, _scope: Scope, send: Send) -> None:
         choices = await request.complete()
         self._writer.begin(request)
-        await asyncio.sleep(0)  # of thousands of choices each step takes a turn of its own
+        await asyncio.sleep(0)  # with thousands of choices each step takes a turn of its own
         sampling, usage = request.job.sampling, usage_of(request)
         if not self._writer.in_thread and sampling.logprobs is None and sampling.prompt_logprobs is None:
             data = self._writer.body(choices, usage)

@@ -118,10 +118,10 @@ class ChatOptions:
 
     body: ChatBody
     model: str
-    parser: Callable[[str], AnswerParser | None]  # of each choice; it gets the end of the prompt
+    parser: Callable[[str], AnswerParser | None]  # makes a choice's parser from the end of the prompt
     use: ToolUse = field(default_factory=ToolUse)
     role: str = "assistant"
-    echo: str = ""  # what the content begins with
+    echo: str = ""  # beginning of the content
 
 
 class Choice:
@@ -130,7 +130,7 @@ class Choice:
     def __init__(self, options: ChatOptions, parser: AnswerParser | None) -> None:
         self._options = options
         self._parser = parser
-        self.num_calls = 0  # that have been written
+        self.num_calls = 0  # calls written so far
         self.begun = False  # its role has left
         self.logprobs: list[PositionLogprobs] = []
         self.token_ids: list[int] = []
@@ -225,7 +225,7 @@ class ChatWriter(Writer):
                 ChatDelta(),
                 choice.finish_reason(delta),
                 delta.stop_reason,
-                choice.take_logprobs(),  # of tokens without text, such as the one that ends the answer
+                choice.take_logprobs(),  # tokens without text, such as the one that ends the answer
                 choice.take_token_ids(),
             )
             data += self._event(last, delta)

@@ -108,7 +108,7 @@ class TextLogprobsWriter:
     def __init__(self, top: int, *, skip_special_tokens: bool = True) -> None:
         self._top = top
         self._skips_special = skip_special_tokens
-        self._length = _Length()  # of the text so far
+        self._length = _Length()  # length of the text so far
 
     def prompt(self, first_token: bytes, text: str, positions: Sequence[PositionLogprobs]) -> TextLogprobs:
         """Return the echo of a prompt: `text` as it is written, and the tokens; the first has no probability."""

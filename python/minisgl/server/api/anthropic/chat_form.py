@@ -22,7 +22,7 @@ from minisgl.server.api.http.errors import under_clients_names
 Block = dict[str, Any]
 
 BILLING_HEADER = "x-anthropic-billing-header"  # Claude Code's, in the system prompt: each request has another
-ERROR_PREFIX = "Error: "  # of a result with is_error, for which chat templates have no word
+ERROR_PREFIX = "Error: "  # marks a result with is_error, which chat templates do not know
 SUPPORTED = "only text, thinking, tool_use and tool_result blocks are supported"
 NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}  # ours -> the client's
 SAME = ("temperature", "top_k", "top_p", "max_tokens", "stream", "cache_salt", "request_id", "priority")
@@ -75,7 +75,7 @@ class Turn:
     texts: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
-    call_id: str | None = None  # of the call whose result it is
+    call_id: str | None = None  # id of the call whose result it is
 
     def message(self) -> Message:
         found: Message = {"role": self.role, "content": "\n".join(self.texts)}

@@ -16,7 +16,7 @@ from minisgl.server.api.answers.chat_writer import ChatOptions, Choice
 from minisgl.server.api.http.errors import ApiError
 from minisgl.server.api.requests.open_request import Delta, OpenRequest
 
-SIGNATURE = "minisgl"  # of all reasoning: clients send it back, and nobody checks it
+SIGNATURE = "minisgl"  # signature of all reasoning: clients send it back, and nobody checks it
 
 StopReason: TypeAlias = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 

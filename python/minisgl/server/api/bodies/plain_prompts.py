@@ -12,7 +12,7 @@ from minisgl.message.types import pack_ids
 
 PlainPrompt: TypeAlias = TextPrompt | IdsPrompt
 
-MAX_PROMPTS = 8192  # of one request
+MAX_PROMPTS = 8192  # prompts of a request
 _KINDS = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
 
 

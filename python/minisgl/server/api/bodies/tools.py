@@ -31,7 +31,9 @@ class ToolUse:
     """Tools that the model is told of, and what it must do with them."""
 
     shown: list[Tool] | None = None  # to the chat template
-    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of the parameters, by the tool's name
+    schemas: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=dict
+    )  # schema of the parameters by the tool's name
     required: bool = False  # one of them must be called
     named: bool = False  # the client chose it: the call is what it asked for, and no reason to stop
     strict: frozenset[str] = frozenset()  # tools whose arguments follow their schemas, also if the model may choose
@@ -44,7 +46,7 @@ class ToolChoice:
     """Calls that an answer may or must have."""
 
     mode: Literal["none", "auto", "required"]
-    names: frozenset[str] | None = None  # of the tools that may be called; None: all
+    names: frozenset[str] | None = None  # tools that may be called; None: all
     named: bool = False  # the client chose the one; the others are shown beside it
 
     @classmethod

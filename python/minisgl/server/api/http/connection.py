@@ -30,7 +30,7 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, *args: Any, header_timeout: float, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.url = b""  # of the last request that has come
+        self.url = b""  # URL of the last request that arrived
         self._header_timeout = header_timeout
         self._header_timeout_task: asyncio.TimerHandle | None = None
         self._reads_head = True  # or what is between two requests
@@ -68,7 +68,7 @@ class Connection(HttpToolsProtocol):
         if self._is_answering():
             raise EarlyRequest
         super().on_message_begin()
-        self._end_header_timeout()  # what came before took its own time
+        self._end_header_timeout()  # the request before took its own time
         self._unread = self._unread or 1  # where it shares its packet with the end of a body
 
     def on_headers_complete(self) -> None:

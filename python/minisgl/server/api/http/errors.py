@@ -27,7 +27,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
     error: ErrorDetail
 
 
-ANTHROPIC_TYPES = {  # of errors, by status
+ANTHROPIC_TYPES = {  # type of an error by its status
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",

@@ -37,9 +37,9 @@ class Drain:
     """Requests that are in, and the error of those that may not come in."""
 
     def __init__(self) -> None:
-        self.error: ApiError | None = None  # of requests that may not come in, or were not answered in time
-        self.num_requests = 0  # that are in
-        self._unanswered: set[asyncio.Task[None]] = set()  # whose answers have not begun
+        self.error: ApiError | None = None  # for requests that may not come in, or were not answered in time
+        self.num_requests = 0  # requests that are in
+        self._unanswered: set[asyncio.Task[None]] = set()  # tasks of requests whose answers have not begun
         self._begun = asyncio.Event()
         self._is_empty = asyncio.Event()
         self._is_empty.set()
@@ -203,7 +203,7 @@ class Acceptor:
     async def _connect(self, connection: socket.socket) -> None:
         try:
             await self._loop.connect_accepted_socket(self._protocol, connection, ssl=self._tls)
-        except OSError as error:  # of TLS, too: the client left, or does not speak it
+        except OSError as error:  # also from TLS: the client left, or does not speak it
             logger.debug("a connection failed: %s", error)
             connection.close()
 

@@ -27,8 +27,8 @@ from minisgl.server.api.requests.open_request import Delta, Job
 Item = TypeVar("Item")
 Values = list[float] | str  # or, in base64, little-endian float32
 
-MAX_INPUTS = 2048  # of one request, as OpenAI has it
-MAX_PAIR_CHARS = 16 * 1024 * 1024  # of queries, which each pair carries
+MAX_INPUTS = 2048  # inputs of a request, as OpenAI has it
+MAX_PAIR_CHARS = 16 * 1024 * 1024  # characters of all queries, which each pair carries
 
 _KINDS = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
 
@@ -143,7 +143,7 @@ class PooledVector(msgspec.Struct, frozen=True, tag_field="object", tag="pooling
 
 class Classified(msgspec.Struct, frozen=True):
     index: int
-    label: str  # of the likeliest class
+    label: str  # label of the most likely class
     probs: list[float]
     num_classes: int
 
@@ -174,7 +174,7 @@ class RankedDocument(msgspec.Struct, frozen=True):
 
 
 class Ranked(msgspec.Struct, frozen=True):
-    index: int  # of the document in the request
+    index: int  # index of the document in the request
     relevance_score: float
     document: RankedDocument | UnsetType = UNSET
 

@@ -29,7 +29,7 @@ from minisgl.server.api.requests.open_request import ClientGone, Delta, Job, Ope
 from minisgl.server.api.requests.queries import Queries, R
 from minisgl.server.api.tracing import Tracer
 
-MAX_OPTION_BYTES = 64 * 1024 * 1024  # of all choices of a request: each carries the request's options to the scheduler
+MAX_OPTION_BYTES = 64 * 1024 * 1024  # all choices of a request: each carries the request's options to the scheduler
 HEARTBEAT_SECONDS = 1.0  # between an answer and the next query
 HEARTBEAT_TIMEOUT = 30.0  # seconds to wait for an answer before asking again: a step of a slow device may take long
 PROMPTS_A_TURN = 64  # are sent of a request, which may have thousands, or as many as make
@@ -47,7 +47,7 @@ class EngineClient:
         self._max_sequences = max_sequences
         self._next_seq_id = 1
         self._round_robin = itertools.cycle(range(len(tokenizers)))
-        self._by_seq_id: dict[int, OpenRequest] = {}  # that have not ended
+        self._by_seq_id: dict[int, OpenRequest] = {}  # requests that have not ended
         self._prompts: dict[int, OpenRequest] = {}  # neither accepted nor refused yet, by their first sequence
         self._open: set[OpenRequest] = set()
         self._num_admitted = 0  # choices of open requests: also those that have ended but wait for a slow client
@@ -257,7 +257,7 @@ class Heartbeat:
     def __init__(self, client: EngineClient) -> None:
         self._client = client
         self._last = time.monotonic()
-        self.counts: dict[str, dict[str, int]] = {}  # of each process, when it last answered
+        self.counts: dict[str, dict[str, int]] = {}  # last answer by process
         self.generation_rate = 0.0  # tokens/s that came between the last two answers
         self._generated = client.metrics.generation_tokens
 

@@ -42,7 +42,7 @@ REPEATED = (  # fields of a request that its response has as they are
     "instructions metadata parallel_tool_calls previous_response_id prompt_cache_key safety_identifier tool_choice "
     "truncation user"
 ).split()
-Count = Callable[[ChatPrompt], Awaitable[int | None]]  # of a prompt's tokens; None: more than can be counted
+Count = Callable[[ChatPrompt], Awaitable[int | None]]  # counts a prompt's tokens; None: more than can be counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ async def truncate_to_fit(job: Job, count: Count, max_seq_len: int) -> tuple[Job
 
     if await fits(0):
         return job, 0
-    fewest, end = 1, len(starts)  # as few turns are left out as can be; at `end` none would be left
+    fewest, end = 1, len(starts)  # finds the fewest turns to leave out; at `end` none would be left
     while fewest < end:
         middle = (fewest + end) // 2
         if await fits(middle):

@@ -27,8 +27,10 @@ from minisgl.server.api.responses.body import Item
 
 T = TypeVar("T")
 
-ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_i?[0-9]{1,6}")  # of output, with an i of input; names its response
-VERSION = 1  # of the tables, in the file's user_version
+ITEM_ID = re.compile(
+    r"[a-z]+_([0-9a-f]{32})_i?[0-9]{1,6}"
+)  # id of an output item, or with an i of an input item; it names its response
+VERSION = 1  # version of the tables, in the file's user_version
 BUSY_SECONDS = 10.0  # to wait for another process that writes the same file
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (

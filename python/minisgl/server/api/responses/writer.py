@@ -27,7 +27,7 @@ ResponseStatus: TypeAlias = Literal["in_progress", "completed", "incomplete", "f
 
 class InputTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
-    cache_write_tokens: int = 0  # that are paid for: none
+    cache_write_tokens: int = 0  # tokens that are paid for: none
 
 
 class OutputTokensDetails(msgspec.Struct, frozen=True):
@@ -185,7 +185,7 @@ class ResponsesWriter(Writer):
             before = self._choice.reasoning_tokens
             events = self._choice.take(piece)
             if self._choice.reasoning_tokens > before:
-                self._choice.take_logprobs()  # those of reasoning and of calls belong to no text
+                self._choice.take_logprobs()  # log-probabilities of reasoning and calls belong to no text
             for event in events:
                 logprobs = self._choice.take_logprobs()
                 found = [] if logprobs is None or not isinstance(event, Content) else logprobs.content

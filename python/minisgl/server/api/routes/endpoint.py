@@ -34,7 +34,7 @@ from minisgl.server.api.responses.store import ResponseStore
 
 logger = logging.getLogger(__name__)
 
-Handler = Callable[[Request], Awaitable[Any]]  # of a Response or another ASGI application
+Handler = Callable[[Request], Awaitable[Any]]  # returns a Response or another ASGI application
 Json = dict[str, Any]
 
 TOKENIZER_TIMEOUT = 60.0  # seconds, for a tokenizer worker that has others to answer
@@ -116,7 +116,7 @@ class Service:
     config: ServerConfig
     limits: Limits
     parsers: Parsers
-    responses: ResponseStore | None = None  # what /v1/responses keeps, if anything
+    responses: ResponseStore | None = None  # store of /v1/responses, if there is one
     created: int = field(default_factory=lambda: int(time.time()))
     unknown_fields: LogOnce = field(default_factory=lambda: LogOnce(UNKNOWN_FIELD))
     ignored_tools: IgnoredTools = field(default_factory=IgnoredTools)

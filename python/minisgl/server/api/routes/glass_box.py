@@ -33,7 +33,7 @@ INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 MAX_STEP = 2**63 - 1
 MIN_INTERVAL = 0.2  # seconds between queries, however many watch
 TIMEOUT = 10.0  # seconds, for a scheduler in the middle of a step
-MAX_STEPS = 8192  # that are kept for those who have not seen them
+MAX_STEPS = 8192  # steps kept for watchers that have not seen them
 
 
 class Latency(msgspec.Struct, frozen=True):

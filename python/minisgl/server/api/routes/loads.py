@@ -21,14 +21,14 @@ class RankLoad(msgspec.Struct, frozen=True):
     timestamp: float
     num_running_reqs: int
     num_waiting_reqs: int
-    num_used_tokens: int  # of the KV cache, held by running sequences
+    num_used_tokens: int  # tokens of the KV cache that running sequences hold
     num_total_tokens: int  # these, and the known tokens of waiting sequences
     max_total_num_tokens: int
     max_running_requests: int
     token_usage: float
     gen_throughput: float  # tokens/s between the last two heartbeats
     cache_hit_rate: float  # since the start
-    utilization: float  # of slots or KV cache, whichever is fuller; 1 is all
+    utilization: float  # share of slots or KV cache in use, whichever is larger
     dp_rank: int = 0
 
 

@@ -26,7 +26,9 @@ class StatusRoutes(Routes):
     def endpoints(self) -> list[Endpoint]:
         return [
             Endpoint("/health", self.health, answers=(dict[str, str],)),
-            Endpoint("/ping", self.health, ("GET", "POST"), answers=(dict[str, str],)),  # as some hosting services ask
+            Endpoint(
+                "/ping", self.health, ("GET", "POST"), answers=(dict[str, str],)
+            ),  # some hosting services ask for it
             Endpoint("/ready", self.ready, answers=(dict[str, str],)),
             Endpoint("/health_generate", self.health_generate),
             Endpoint("/version", self.version, answers=(dict[str, str],)),

@@ -34,7 +34,7 @@ class DeletedResponse(msgspec.Struct, frozen=True, tag_field="object", tag="resp
 class ResponsesRoutes(Routes):
     def __init__(self, service: Service) -> None:
         super().__init__(service)
-        self._open: dict[str, OpenResponse] = {}  # that are being answered, by id
+        self._open: dict[str, OpenResponse] = {}  # responses being generated, by id
 
     def endpoints(self) -> list[Endpoint]:
         return [
