@@ -35,7 +35,7 @@
 #include "rounding.cuh"
 
 #define INF __int_as_float(0x7f800000)
-constexpr float LOG2_E = 1.44269504f;  // of scores, which become exponents of two
+constexpr float LOG2_E = 1.44269504f;  // factor of scores, which become exponents of two
 constexpr int THREADS = WARPS * 32;
 constexpr int TILE = 16;
 constexpr int VALUE_DIM = HEAD_DIM < 256 ? HEAD_DIM : 256;  // dimensions of V that a cluster has
@@ -44,7 +44,8 @@ constexpr int STRIPS = HEAD_DIM / 32 / VALUE_SPLIT;  // strips of 32 dimensions 
 constexpr int HALVES = VALUE_DIM / 64;         // strips of 64 dimensions of V, 8 of them in a thread
 constexpr int K_VALUES = 16 / sizeof(C);       // values of a load of K; four threads load a token
 constexpr int K_LOADS = HEAD_DIM / 4 / K_VALUES / VALUE_SPLIT;  // loads of a thread for a piece of a token's K
-constexpr int V_VALUES = K_VALUES < VALUE_DIM / 8 ? K_VALUES : VALUE_DIM / 8;  // of a load of V; eight threads a token
+// Values of a load of V; eight threads load a token.
+constexpr int V_VALUES = K_VALUES < VALUE_DIM / 8 ? K_VALUES : VALUE_DIM / 8;
 constexpr int V_LOADS = VALUE_DIM / 8 / V_VALUES;
 constexpr int HALF = HEAD_DIM / 2;
 constexpr int PAIRS = HALF / 32;      // pairs (i, i + HALF) of dimensions, which are rotated together, in a lane
@@ -92,9 +93,9 @@ struct Unit {
 };
 
 struct Cache {
-  const C* k;  // of the KV head
+  const C* k;  // K of the KV head
   const C* v;
-  const int* pages;  // of the row
+  const int* pages;  // pages of the row
   long long token_stride;
 };
 
@@ -274,7 +275,7 @@ __device__ __forceinline__ int place_of_value(int i) {
 struct Output {
   T* values;
   e4m3* codes;    // ROUNDED: in place of `values`
-  float* scales;  // of the query heads, `stride` floats apart
+  float* scales;  // scales of the query heads, `stride` floats apart
   int stride;
 
   // Store y / sum, N neighbouring values from the cluster's i-th on. ROUNDED: a warp has a head, a lane four values.
@@ -374,7 +375,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
   const float scale = softmax_scale * LOG2_E;
 
   bool is_spare = (int)blockIdx.z >= rows;
-  int index = (blockIdx.z - rows) * parts + blockIdx.y;  // of the split that a spare cluster takes
+  int index = (blockIdx.z - rows) * parts + blockIdx.y;  // split that a spare cluster takes
   do {
     if (is_spare) {
       if (!find_split(unit, index, lengths, rows, parts, window, cutting)) return;
@@ -388,7 +389,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
     unit.set_length(lengths[unit.row], window, cutting);
     int tile = unit.tile + part, tiles = unit.tiles;
     uint4 k[2][K_LOADS], v[4][V_LOADS];
-    long long start = 0;  // of the tile
+    long long start = 0;  // offset of the tile
     if (tile < tiles) {
       start = place(cache, tile * TILE);
       load_k(k, cache, start, tile, unit.end), load_v(v, cache, start, tile, unit.end);
@@ -410,7 +411,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
     const T* heads = qkv + (long long)unit.row * (GROUP + (STORES ? 2 : 0)) * kv_heads * HEAD_DIM;
     // This block stores the new token's K and V, and computes its partial result.
     bool has_new = STORES && unit.split == unit.splits - 1 && rank == CLUSTER - 1;
-    Head key;  // of the new token
+    Head key;  // key of the new token
     const T* new_key = heads + (GROUP * kv_heads + kv_head) * HEAD_DIM;
     for (int first = warp; first < 8; first += HEADS_AT_ONCE * WARPS) {
       Head own[HEADS_AT_ONCE];

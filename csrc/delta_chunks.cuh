@@ -24,7 +24,7 @@
 constexpr int CHUNK = 64;
 constexpr int HEAD = 128;
 constexpr int STRIDE = HEAD + 8;     // values of a row of a tile in shared memory, without bank conflicts
-constexpr int TOKENS = CHUNK + 8;    // the same for a chunk's matrix over its tokens
+constexpr int TOKEN_STRIDE = CHUNK + 8;  // values of a row of a chunk's matrix over its tokens, likewise
 constexpr bool FINE = !Is<T>::bf16;
 constexpr int PARTS = FINE ? 2 : 1;  // bf16 parts of operands that only the output depends on
 static_assert(KEY_DIM == HEAD && VALUE_DIM == HEAD, "a lane has four columns");

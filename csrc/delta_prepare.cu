@@ -12,7 +12,7 @@ __device__ __forceinline__ void set(Operand& a, uint4 high, uint4 low) {
 struct Shared {
   union {
     bf16 k[2][CHUNK][STRIDE];
-    bf16 inverse[2][CHUNK][TOKENS];  // once k has been read
+    bf16 inverse[2][CHUNK][TOKEN_STRIDE];  // once k has been read
   };
   bf16 q[PARTS][CHUNK][STRIDE];
   float diagonal[WARPS][16][20];  // blocks [16, 16] on the system's diagonal, column by column
@@ -36,7 +36,7 @@ __device__ __forceinline__ void invert(const float (*system)[20], int column, fl
 
 // Store an accumulator [16, 8] times `sign` to a tile, split into two bf16 parts.
 __device__ __forceinline__ void store_tile(
-    const float (&c)[4], float sign, bf16 (*tile)[CHUNK][TOKENS], int row, int column) {
+    const float (&c)[4], float sign, bf16 (*tile)[CHUNK][TOKEN_STRIDE], int row, int column) {
   int lane = threadIdx.x & 31;
 #pragma unroll
   for (int upper = 0; upper < 2; ++upper) {

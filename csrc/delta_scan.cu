@@ -7,8 +7,8 @@ constexpr int LOADERS = 128, THREADS = SCAN_WARPS * 32 + LOADERS;
 struct Stage {
   bf16 k[2][CHUNK][STRIDE];
   bf16 q[PARTS][CHUNK][STRIDE];
-  bf16 solve[2][CHUNK][TOKENS];
-  bf16 scores[PARTS][CHUNK][TOKENS];
+  bf16 solve[2][CHUNK][TOKEN_STRIDE];
+  bf16 scores[PARTS][CHUNK][TOKEN_STRIDE];
   float v[CHUNK][COLUMNS + 4];
   float gates[CHUNK][4];
 };
@@ -71,12 +71,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_scan(
         for (int part = 0; part < 2; ++part) {
           copy(stage.k[part], STRIDE * 2, HEAD * 2, keys + part * keys_plane + key_row * HEAD, key_heads * HEAD * 2);
           copy(
-              stage.solve[part], TOKENS * 2, CHUNK * 2, solve + part * plane + row_of_head * CHUNK,
+              stage.solve[part], TOKEN_STRIDE * 2, CHUNK * 2, solve + part * plane + row_of_head * CHUNK,
               value_heads * CHUNK * 2);
           if (part >= PARTS) continue;
           copy(stage.q[part], STRIDE * 2, HEAD * 2, queries + part * keys_plane + key_row * HEAD, key_heads * HEAD * 2);
           copy(
-              stage.scores[part], TOKENS * 2, CHUNK * 2, scores + part * plane + row_of_head * CHUNK,
+              stage.scores[part], TOKEN_STRIDE * 2, CHUNK * 2, scores + part * plane + row_of_head * CHUNK,
               value_heads * CHUNK * 2);
         }
         copy(stage.v, sizeof(stage.v[0]), COLUMNS * 4, values + row_of_head * HEAD + column, value_heads * HEAD * 4);

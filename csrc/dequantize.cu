@@ -13,7 +13,7 @@ extern "C" __global__ void __launch_bounds__(128) dequantize(
   __shared__ alignas(16) T lines[64 * LINE];
   int thread = threadIdx.x, lane = thread & 31, row = (thread >> 5) * 16 + (lane >> 2), p = lane & 3;
   int tile = blockIdx.y, chunks = K / CHUNK_K, first = blockIdx.x * CHUNKS, count = min(CHUNKS, chunks - first);
-  auto row_of = [&](int r) {  // of the matrix; N: none
+  auto row_of = [&](int r) {  // row of the matrix; N: none
     int packed = tile * 64 + r;
     if (!GATED) return min(packed, N);
     int n = packed / 16 * 8 + packed % 8;

@@ -15,7 +15,7 @@ namespace {
 
 using bfloat16 = uint16_t;  // its bits
 
-constexpr int kOutputs = 16;  // of a tile
+constexpr int kOutputs = 16;  // outputs per tile
 constexpr int kGroup = 32;    // columns of a scale
 constexpr int kTileBytes = kOutputs * kGroup / 2;
 constexpr int kAhead = 4096;  // bytes: codes are asked of memory so early, earlier than the CPU does by itself

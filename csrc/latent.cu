@@ -63,7 +63,7 @@ extern "C" __global__ void norm_rope_store_latent(
 #ifdef NOPE
 constexpr int TOKENS = 8;
 constexpr int THREADS = 256;
-constexpr int COLUMNS = 64;  // of a block that absorbs: 8 threads have 8 columns each, 32 such groups divide NOPE
+constexpr int COLUMNS = 64;  // per block that absorbs: 8 threads have 8 columns each, 32 such groups divide NOPE
 constexpr int SLICES = RANK / COLUMNS;
 
 // query [tokens, num_heads, ROW], of at most TOKENS tokens: q_nope [tokens, num_heads, NOPE] times keys [NOPE, RANK] of

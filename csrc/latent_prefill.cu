@@ -109,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_prefill(
   if (group) asm volatile("bar.sync 2, 128;" ::: "memory");
   else asm volatile("bar.sync 1, 128;" ::: "memory");
 
-  int g = lane >> 2, p = lane & 3, row = first_row + (warp & 3) * 16 + g;  // of h 0
+  int g = lane >> 2, p = lane & 3, row = first_row + (warp & 3) * 16 + g;  // row is that of h 0
   float s[TILE / 8][4], o[VALUE / 8][4] = {}, largest[2] = {-INF, -INF}, sum[2] = {}, scale = softmax_scale * LOG2_E;
   unsigned shares[TILE / 16][4], q = shared_address(memory) + first_row * LINE;
 

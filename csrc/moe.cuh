@@ -25,7 +25,7 @@ struct Tile {  // pairs of one expert: `count` of the sorted ones, from `start` 
 #ifdef TOP_K
 constexpr int TAKEN = TOP_K + SHARED;  // at most 32
 constexpr int ALL_EXPERTS = EXPERTS + SHARED;
-constexpr int LOGITS = EXPERTS + GATED_SHARED;  // of a token
+constexpr int LOGITS = EXPERTS + GATED_SHARED;  // per token
 
 // A float's bits as an unsigned integer with the same order; never 0.
 __device__ __forceinline__ unsigned order_of(float x) {

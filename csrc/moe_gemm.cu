@@ -152,7 +152,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
   }
   wait_products<0>();
 #else
-  int a_row = lane & 15, a_chunk = lane >> 4;                      // what this lane's address names
+  int a_row = lane & 15, a_chunk = lane >> 4;                      // row and chunk of this lane's address
   int b_row = (lane & 7) + (lane >> 4) * 8, b_chunk = lane >> 3 & 1;
   for (int step = 0; step < steps; ++step) {
     wait_group<STAGES_AHEAD - 1>();

@@ -14,7 +14,7 @@
 constexpr int SPLIT = 8, TOKENS = 16;
 constexpr int OWN_TOKENS = TOKENS / SPLIT;  // tokens whose logits a block adds up
 constexpr int WARPS = EXPERTS / 8 / TILES * KPARTS, THREADS = WARPS * 32;
-constexpr int OWN_UNITS = (UNITS + KPARTS - 1) / KPARTS;  // of a warp
+constexpr int OWN_UNITS = (UNITS + KPARTS - 1) / KPARTS;  // units per warp
 constexpr int PITCH = UNITS * 64 + (UNITS % 2 ? 0 : 64);  // bytes of a token, without bank conflicts
 constexpr int LANES = THREADS / TOKENS;                   // threads that norm a token
 constexpr int CHUNKS = (UNITS * 4 + LANES - 1) / LANES;   // 16-byte chunks of each of these threads

@@ -7,7 +7,7 @@
 constexpr int CHUNK = 4096;
 constexpr int THREADS = 256;
 constexpr float AVOIDED = -1e30f, EXCLUDED = -2e30f;
-constexpr unsigned IS_KNOWN = 1u << 31, IS_AVOIDED = 1u << 30, COUNT = IS_AVOIDED - 1;  // of a token's state
+constexpr unsigned IS_KNOWN = 1u << 31, IS_AVOIDED = 1u << 30, COUNT = IS_AVOIDED - 1;  // bits of a token's state
 
 // Tables of widths `n_...` with -1 for no id; words of WORD ids end in their last column. Null `mask`: all allowed.
 extern "C" __global__ void __launch_bounds__(THREADS) process_logits(

@@ -36,8 +36,8 @@ constexpr int ROWS = ROW_BLOCKS * 16;
 constexpr int OUTPUTS = GATED ? ROWS / 2 : ROWS;
 constexpr int OWN_COLUMNS = OUTPUTS / SPLIT;       // columns of y whose epilogue a block of a cluster computes
 constexpr int SLICE = 128;                         // columns of K
-constexpr int GROUPS = GROUP ? SLICE / GROUP : 0;  // of a slice
-constexpr int CHUNKS = SLICE / CHUNK_K;            // of a slice
+constexpr int GROUPS = GROUP ? SLICE / GROUP : 0;  // per slice
+constexpr int CHUNKS = SLICE / CHUNK_K;            // per slice
 constexpr int TILE_CHUNK = ROW_BLOCKS * 512;       // bytes of a tile's rows of a chunk
 constexpr int LEVELS = TILE_CHUNK * CHUNKS;
 constexpr int SCALES = ROW_BLOCKS * 64;            // bytes of a group's scales
@@ -217,7 +217,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantized_gemv(
       int first = load_tile * ROW_BLOCKS, aligned = (first / 4 + piece) * 4;  // in units of 16 rows
       int low = max(first, aligned), blocks = min(first + ROW_BLOCKS, aligned + 4) - low;
       int row_bytes = levels ? 512 : 64;
-      long long line = min(aligned / 4, (N + 63) / 64 - 1);  // of 64 rows; beyond the weight any will do
+      long long line = min(aligned / 4, (N + 63) / 64 - 1);  // line of 64 rows; beyond the weight any will do
       from = (const unsigned char*)(levels ? weight : scales) + (line * slices + begin) * pitch;
       from += (levels ? part * CHUNK : (part - CHUNKS) * 256) + low % 4 * row_bytes;
       to = (levels ? part * TILE_CHUNK : LEVELS + (part - CHUNKS) * SCALES) + (low - first) * row_bytes;

@@ -172,7 +172,7 @@ __device__ __forceinline__ void multiply_many(float (&total)[HEIGHT][TILES][4], 
 // blocks, block 3 adds up piece 3, which all blocks store to its shared memory.
 __device__ __forceinline__ void add_up(const uint4* outputs, int first, const T* residual, T* out, int N) {
   constexpr int PIECES = BLOCK_N / 8, OWN_PIECES = (PIECES + TAKEN - 1) / TAKEN;
-  __shared__ uint4 parts[TAKEN][OWN_PIECES];  // of the cluster's blocks
+  __shared__ uint4 parts[TAKEN][OWN_PIECES];  // outputs of the cluster's blocks
   int thread = threadIdx.x, rank = blockIdx.x % TAKEN;
   wait_for_cluster();  // all blocks have begun
   if (thread < PIECES) store_at(address_in(thread % TAKEN, &parts[rank][thread / TAKEN]), outputs[thread]);
@@ -241,7 +241,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
 #endif
 
   int row_tiles = ((GATED ? 2 : 1) * N + 63) / 64, steps = here ? (chunks + CHUNKS - 1) / CHUNKS : 0;
-  int units = WEIGHT == E2M1 ? chunks : chunks * CHUNK_K / UNIT;  // of scales
+  int units = WEIGHT == E2M1 ? chunks : chunks * CHUNK_K / UNIT;  // units that have scales
   auto stage_of = [](int step) { return memory + step % STAGES * STAGE; };
   auto load_weight = [&](int step) {
     int first_chunk = step * CHUNKS, first_unit = step * S_UNITS;
@@ -270,10 +270,10 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
   if (thread == 0)
     for (int s = 0; s < min(STAGES_AHEAD, steps); ++s) load_weight(s);
 
-  int chunk = thread & 7, first_row = thread / 8;  // of a stage's rows of 128 bytes, of x
+  int chunk = thread & 7, first_row = thread / 8;  // within a stage's rows of 128 bytes of x
   bool few = M_MAX == 16 && tile.count <= 8;
   const unsigned char* rows[X_ROWS];
-  int bytes[X_ROWS];  // of the row, from this thread's chunk on
+  int bytes[X_ROWS];  // bytes of the row from this thread's chunk on
 #pragma unroll
   for (int i = 0; i < X_ROWS; ++i) {
     int row = (first_row + i * ROW_STEP) % X_HEIGHT;

@@ -23,28 +23,28 @@ using u64 = unsigned long long;
 
 constexpr int GROUP = 512;          // neighbouring logits, read by one warp at a time
 constexpr int PER_LANE = GROUP / 32;
-constexpr int MAX_GROUPS = 2048;    // of a row
-constexpr int PARTIAL_WARPS = 8;    // of a block of sample_partials
+constexpr int MAX_GROUPS = 2048;    // groups per row
+constexpr int PARTIAL_WARPS = 8;    // warps per block of sample_partials
 constexpr int WARPS = THREADS / 32;
 constexpr unsigned ALL = 0xffffffffu;
 
 constexpr int FEW = 512;                  // tokens that are compared with each other
-constexpr int BINS = 2048;                // of a histogram
+constexpr int BINS = 2048;                // bins of a histogram
 constexpr int FIRST_SHIFT = 21;           // 32 bits less the 11 of a bin
-constexpr float STEPS = 0x1p27f;          // of a distance, in one nat
+constexpr float STEPS = 0x1p27f;          // steps of a distance in one nat
 constexpr unsigned FARTHEST = ALL - 1;    // 32 nats: what is farther weighs less than 1e-13 and is never kept
 constexpr float SLACK_ONE = 0x1p18f;      // a bin's sum of (1 - weight / weight at its near end) in fixed point
 constexpr float MASS_ONE = 0x1p40f;       // the weight of the largest logit in sums of weights
-constexpr float EXCLUDED = -2e30f;        // of what the mask does not allow: finite, as in engine/logits_processing.py
+constexpr float EXCLUDED = -2e30f;        // logit of masked ids: finite, as in engine/logits_processing.py
 
-struct Partial {  // of one group of one row
-  float max;      // of the logits
-  float sum;      // of exp((logit - max) / temperature)
+struct Partial {  // summary of one group of a row
+  float max;      // largest logit
+  float sum;      // sum of exp((logit - max) / temperature)
   int argmax;     // id of the first largest logit
   int pad;
 };
 
-struct Amount {  // of tokens: their number, and the sum of their weights in fixed point
+struct Amount {  // number of some tokens, and the sum of their weights in fixed point
   unsigned count;
   u64 mass;
 };
@@ -58,7 +58,7 @@ struct Found {       // the bin in which the running amount reaches the wanted o
 
 struct Shared {
   alignas(16) float max[MAX_GROUPS];  // beyond the row's groups, up to a multiple of 4, -infinity
-  float weight[MAX_GROUPS];   // of a group's kept tokens, in units of the largest logit's
+  float weight[MAX_GROUPS];   // weight of a group's kept tokens, in units of the largest logit's
   union {
     struct {
       unsigned count[BINS];
@@ -107,8 +107,8 @@ __device__ __forceinline__ float from_ordered(unsigned key) {
 // Index in a group of a lane's i-th logit: the lanes load vectors that are contiguous.
 __device__ __forceinline__ int place_of(int i, int lane) { return i / VEC * 32 * VEC + lane * VEC + i % VEC; }
 
-struct Division {  // of the logits among GPUs; unused with one
-  const long long* addresses;  // of each GPU's logits [rows, row_stride]
+struct Shards {  // sharding of the logits among GPUs; unused with one
+  const long long* addresses;  // address of each GPU's logits [rows, row_stride]
   int ids;                     // number of ids of a GPU
   int groups;                  // number of groups of a GPU
 
@@ -117,23 +117,23 @@ struct Division {  // of the logits among GPUs; unused with one
   }
 };
 
-struct Logits {  // of one row
+struct Logits {  // logits of one row
   const T* values;
   const unsigned* mask;  // bit i of word w is set where id 32 w + i is allowed; null: all are
   int vocab;
-  Division division;
-  long long offset;  // of the row in each GPU's logits
+  Shards shards;
+  long long offset;  // offset of the row in each GPU's logits
 
-  __device__ __forceinline__ int first_id(int group) const { return division.first_id(group); }
+  __device__ __forceinline__ int first_id(int group) const { return shards.first_id(group); }
 
   // Load a lane's logits of a group; those beyond the vocabulary are -infinity.
   __device__ __forceinline__ void load(int group, int lane, float* x) const {
     int start = group * GROUP, end = vocab;
     const T* from = values;
     if (RANKS > 1) {
-      int rank = group / division.groups;
-      from = (const T*)division.addresses[rank] + offset;
-      start = (group - rank * division.groups) * GROUP, end = min(division.ids, vocab - rank * division.ids);
+      int rank = group / shards.groups;
+      from = (const T*)shards.addresses[rank] + offset;
+      start = (group - rank * shards.groups) * GROUP, end = min(shards.ids, vocab - rank * shards.ids);
     }
     if (start + GROUP <= end && (size_t)from % 16 == 0) {
 #pragma unroll
@@ -152,7 +152,7 @@ struct Logits {  // of one row
     if (!mask) return;
 #pragma unroll
     for (int i = 0; i < PER_LANE; i += VEC) {
-      int place = start + place_of(i, lane);  // of VEC neighbours in one word
+      int place = start + place_of(i, lane);  // VEC neighbours in one word
       unsigned bits = place < vocab ? mask[place / 32] >> place % 32 : 0;
 #pragma unroll
       for (int j = 0; j < VEC; ++j)
@@ -162,9 +162,9 @@ struct Logits {  // of one row
 };
 
 __device__ __forceinline__ Logits logits_of(
-    const T* logits, long long row_stride, const unsigned* mask, int vocab, int row, Division division = {}) {
+    const T* logits, long long row_stride, const unsigned* mask, int vocab, int row, Shards shards = {}) {
   long long offset = row * row_stride;
-  return {logits + offset, mask ? mask + (long long)row * ((vocab + 31) / 32) : nullptr, vocab, division, offset};
+  return {logits + offset, mask ? mask + (long long)row * ((vocab + 31) / 32) : nullptr, vocab, shards, offset};
 }
 
 extern "C" __global__ void __launch_bounds__(32 * PARTIAL_WARPS) sample_partials(
@@ -346,7 +346,7 @@ __device__ __forceinline__ unsigned refine(
     if (shift == 0 || (differ & differ >> 10) == 0) break;  // all in the bin are equal
   }
   mass = found.with.mass;
-  if (!by_mass && found.with.count > wanted)  // of the equal tokens at the limit, as many as are wanted
+  if (!by_mass && found.with.count > wanted)  // only as many of the equal tokens at the limit as are wanted
     mass = found.before.mass + (mass - found.before.mass) / found.count * (wanted - found.before.count);
   return far;
 }
@@ -356,7 +356,7 @@ struct Filters {
   float top_p;
   unsigned min_p_limit; // the largest distance that min-p keeps
   unsigned cut;         // no token beyond is kept, or needed to know what is
-  u64 mass;             // of all tokens
+  u64 mass;             // mass of all tokens
 
   __device__ __forceinline__ bool by_mass() const { return top_p < 1.f; }
   __device__ __forceinline__ u64 wanted(u64 mass) const { return max((u64)((double)top_p * (double)mass), 1ull); }
@@ -451,7 +451,7 @@ __device__ __forceinline__ int choose_of_few(
       mass_before += (d.x < distance ? m[0] : 0) + (d.y < distance ? m[1] : 0) + (d.z < distance ? m[2] : 0) +
                      (d.w < distance ? m[3] : 0);
     }
-    if (before < filters.top_k && filters.top_k <= before + equal) {  // of equal ones, as many count as are wanted
+    if (before < filters.top_k && filters.top_k <= before + equal) {  // only as many equal ones count as are wanted
       s.limit = min(filters.min_p_limit, distance);
       s.wanted = filters.wanted(mass_before + mass * (filters.top_k - before));
     }
@@ -609,8 +609,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) sample_cho
 
   int token = place;
   if (t > 0.f) {
-    Division division = {addresses, ids_of_rank, groups_of_rank};
-    Row row = {logits_of(logits, row_stride, mask, vocab, index, division), groups, from_ordered(top), 1.f / t};
+    Shards shards = {addresses, ids_of_rank, groups_of_rank};
+    Row row = {logits_of(logits, row_stride, mask, vocab, index, shards), groups, from_ordered(top), 1.f / t};
     float sum = 0.f;
     for (int group = threadIdx.x; group < groups; group += THREADS) {
       float weight = s.weight[group];

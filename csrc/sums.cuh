@@ -31,7 +31,7 @@ constexpr bool BY_ROWS = TILES % SPLIT == 0;       // a block adds up rows of x,
 constexpr int OWN_TILES = BY_ROWS ? TILES / SPLIT : 1;  // tiles of eight rows of x that a block adds up
 constexpr int PITCH = OUTPUTS + 8;                 // values of a row of y in shared memory, without bank conflicts
 constexpr int PIECES = OUTPUTS / 8;                // 16-byte pieces of a row of y
-constexpr int COPIES = (OWN_TILES * 8 * PIECES + CONSUMERS - 1) / CONSUMERS;  // of pieces, by a thread
+constexpr int COPIES = (OWN_TILES * 8 * PIECES + CONSUMERS - 1) / CONSUMERS;  // pieces that a thread copies
 
 // Constants of add_up_columns.
 constexpr int OWN_COLUMNS = OUTPUTS / SPLIT;       // columns of y that a block adds up
@@ -192,7 +192,7 @@ __device__ __forceinline__ void add_up_columns(
     const float* row_scales, const T* bias, const RowScale& row_scale, const T* residual, T* out) {
   int split = blockIdx.x, thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   int width = GATED ? N / 2 : N, column = blockIdx.z * OUTPUTS + split * OWN_COLUMNS;  // the first of this block's
-  constexpr bool FETCHES = !GATED && TURNS <= 16;  // as in add_up_rows
+  constexpr bool FETCHES = !GATED && TURNS <= 16;  // the residual is loaded early, as in add_up_rows
   T fetched[FETCHES ? TURNS : 1] = {};
   if (FETCHES && residual)
 #pragma unroll
