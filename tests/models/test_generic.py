@@ -150,10 +150,15 @@ def test_what_stands_in_for_modules(tmp_path: Path) -> None:
         return Counter(type(module).__name__ for module in model.modules())
 
     llama = parts("llama")
-    assert (llama["GivenNorm"], llama["GivenGatedMLP"], llama["MergedPart"], llama["Linear"]) == (5, 2, 6, 0)
-    assert parts("mixtral")["GivenExperts"] == 2
+    assert (llama["ReplacementNorm"], llama["ReplacementGatedMLP"], llama["MergedPart"], llama["Linear"]) == (
+        5,
+        2,
+        6,
+        0,
+    )
+    assert parts("mixtral")["ReplacementExperts"] == 2
     cohere = parts("cohere")  # whose norm has no eps that is called so, and subtracts the mean
-    assert (cohere["GivenNorm"], cohere["CohereLayerNorm"], cohere["GivenGatedMLP"]) == (0, 3, 2)
+    assert (cohere["ReplacementNorm"], cohere["CohereLayerNorm"], cohere["ReplacementGatedMLP"]) == (0, 3, 2)
 
 
 def test_norms_and_blocks_by_numbers() -> None:

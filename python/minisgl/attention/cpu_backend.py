@@ -30,7 +30,7 @@ _SMALL_PAGE, _BLOCK = 16, 64
 
 
 @dataclass(frozen=True, slots=True)
-class LoneDecode:
+class SingleDecode:
     """The only row of one query, its pages in a row in the pool. Implements Decode."""
 
     tokens: Tensor | None
@@ -130,7 +130,7 @@ class CpuAttention(TorchAttention):
             pages = table[rows[0], firsts[0] : lasts[0] + 1]
             if (np.diff(pages) == 1).all():
                 begin = int(pages[0]) * size + int(starts[0]) % size
-                return [LoneDecode(tokens, slice(begin, begin + int(lengths[0] - starts[0])), self._as_vectors)]
+                return [SingleDecode(tokens, slice(begin, begin + int(lengths[0] - starts[0])), self._as_vectors)]
         per_block = 1 if size >= _SMALL_PAGE else _BLOCK // size
         counts = (lasts - firsts) // per_block + 1
         owners = np.repeat(np.arange(len(rows)), counts)

@@ -17,7 +17,7 @@ from minisgl.distributed import TPGroup
 from minisgl.engine.device import resolve_device, resolve_dtype
 from minisgl.engine.forward import ForwardOutput
 from minisgl.engine.graph_sizes import GraphSizes, graph_sizes
-from minisgl.engine.graph_trial import sizes_that_hold
+from minisgl.engine.graph_trial import sizes_that_pass
 from minisgl.engine.graphs import DecodeGraphs, Graphs, samples_from_graph
 from minisgl.engine.memory import CPU_SEQUENCES, Needs, memory_budget, pool_size
 from minisgl.engine.memory_trial import measure_needs
@@ -107,7 +107,7 @@ class Engine:
         if sizes is None or not parts.model.graphs_by_trial:
             return sizes
         with phase("try CUDA graphs"):
-            return self._queue.call(partial(sizes_that_hold, parts, sizes, context_len, self._tp))
+            return self._queue.call(partial(sizes_that_pass, parts, sizes, context_len, self._tp))
 
     def _pool_size(
         self, config: EngineConfig, layout: KVLayout, needs: Needs, context_len: int, max_prefill_tokens: int

@@ -32,7 +32,7 @@ _PROMPT_LEN = 5
 _ALIKE = 0.9
 
 
-def sizes_that_hold(parts: RunnerParts, sizes: GraphSizes, context_len: int, tp: TPGroup) -> GraphSizes | None:
+def sizes_that_pass(parts: RunnerParts, sizes: GraphSizes, context_len: int, tp: TPGroup) -> GraphSizes | None:
     """Return the sizes, or what a trial leaves of them, which every rank leaves alike."""
     layout = parts.attention.kv_layout
     pages = _ROWS * pages_for(_PROMPT_LEN + 1, layout.page_size)

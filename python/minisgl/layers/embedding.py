@@ -1,4 +1,4 @@
-"""The vocabulary's two matrices, sharded by tokens among ranks; the last ranks' shares are padded with zeros."""
+"""The vocabulary's two matrices, sharded by tokens among ranks; the last ranks' shards are padded with zeros."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from minisgl.layers.norm import RMSNorm
 from minisgl.layers.weight_slice import WeightSlice
 
 
-class VocabShare:
+class VocabShard:
     """The token ids [start, stop) of one rank, of `size` rows with the padding."""
 
     def __init__(self, vocab_size: int, tp: TPGroup) -> None:
@@ -30,22 +30,22 @@ class VocabEmbedding(nn.Module):
         super().__init__()
         self.tp = tp
         self.vocab_size = vocab_size
-        self.share = VocabShare(vocab_size, tp)
-        self.weight = vocab_weight(self.share, hidden_size, dtype)
+        self.shard = VocabShard(vocab_size, tp)
+        self.weight = vocab_weight(self.shard, hidden_size, dtype)
 
     def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         if self.tp.size == 1:
             return ctx.ops.embed(ids, self.weight)
-        return self.tp.all_reduce(ctx.ops.embed(ids, self.weight, self.share.start))
+        return self.tp.all_reduce(ctx.ops.embed(ids, self.weight, self.shard.start))
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
-        yield vocab_slice(name, self.weight, self.vocab_size, self.share, tied=False)
+        yield vocab_slice(name, self.weight, self.vocab_size, self.shard, tied=False)
 
 
 class LMHead(Linear):
     """norm(x) of [S, hidden_size] -> logits [S, vocab_size] on every rank. Given an embedding, it uses its weight.
 
-    `ctx.sharded_logits`: logits of the rank's share alone, with its padding.
+    `ctx.sharded_logits`: logits of the rank's shard alone, with its padding.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class LMHead(Linear):
         super().__init__()
         self.tp = tp
         self.vocab_size = vocab_size
-        self.share = VocabShare(vocab_size, tp)
+        self.shard = VocabShard(vocab_size, tp)
         self.tied = tied_to is not None
-        self.weight = tied_to.weight if tied_to else vocab_weight(self.share, hidden_size, dtype)
+        self.weight = tied_to.weight if tied_to else vocab_weight(self.shard, hidden_size, dtype)
 
     def forward(self, x: Tensor, norm: RMSNorm, ctx: ForwardContext) -> Tensor:
         if self.tp.size == 1 or ctx.sharded_logits:
@@ -70,16 +70,16 @@ class LMHead(Linear):
         return self.tp.all_gather(self.product.norm_linear(x, norm.params), self.vocab_size, ctx.logits)
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
-        yield vocab_slice(name, self.weight, self.vocab_size, self.share, tied=self.tied)
+        yield vocab_slice(name, self.weight, self.vocab_size, self.shard, tied=self.tied)
 
 
-def vocab_weight(share: VocabShare, hidden_size: int, dtype: torch.dtype) -> nn.Parameter:
-    weight = empty(share.size, hidden_size, dtype=dtype)
-    weight[share.stop - share.start :].zero_()
+def vocab_weight(shard: VocabShard, hidden_size: int, dtype: torch.dtype) -> nn.Parameter:
+    weight = empty(shard.size, hidden_size, dtype=dtype)
+    weight[shard.stop - shard.start :].zero_()
     return weight
 
 
-def vocab_slice(name: str, weight: Tensor, vocab_size: int, share: VocabShare, *, tied: bool) -> WeightSlice:
-    target = weight[: share.stop - share.start]
-    source = (slice(share.start, share.stop), slice(None))
+def vocab_slice(name: str, weight: Tensor, vocab_size: int, shard: VocabShard, *, tied: bool) -> WeightSlice:
+    target = weight[: shard.stop - shard.start]
+    source = (slice(shard.start, shard.stop), slice(None))
     return WeightSlice(f"{name}.weight", (vocab_size, weight.shape[1]), source, target, tied)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from minisgl.context import ForwardContext
 from minisgl.distributed import TPGroup
 from minisgl.kernel.base import Norm
-from minisgl.layers.embedding import VocabShare, vocab_slice, vocab_weight
+from minisgl.layers.embedding import VocabShard, vocab_slice, vocab_weight
 from minisgl.layers.layer_config import LayerInputConfig, NormConfig
 from minisgl.layers.linear import empty
 from minisgl.layers.weight_slice import WeightSlice, whole
@@ -35,10 +35,10 @@ class PerLayerInputs(nn.Module):
     ) -> None:
         super().__init__()
         self.tp, self.size = tp, config.size
-        self.vocab_size, self.share = config.vocab_size, VocabShare(config.vocab_size, tp)
+        self.vocab_size, self.shard = config.vocab_size, VocabShard(config.vocab_size, tp)
         self.eps = norm.eps * hidden_size  # so that the norm of the projection is that of projection / root
         self.table_scale = torch.tensor(config.size**0.5, dtype=dtype, device="cpu").item()  # rounded as in training
-        self.table = vocab_weight(self.share, num_layers * config.size, dtype)
+        self.table = vocab_weight(self.shard, num_layers * config.size, dtype)
         self.projection = empty(num_layers * config.size, hidden_size, dtype=dtype)
         self.norm = _norm_weight(config.size, norm, dtype)
 
@@ -47,7 +47,7 @@ class PerLayerInputs(nn.Module):
         if self.tp.size == 1:
             embedded = ctx.ops.embed(ctx.input_ids, self.table)
         else:
-            embedded = self.tp.all_reduce(ctx.ops.embed(ctx.input_ids, self.table, self.share.start))
+            embedded = self.tp.all_reduce(ctx.ops.embed(ctx.input_ids, self.table, self.shard.start))
         projected = ctx.ops.linear(x, self.projection).view(-1, self.size)
         embedded = embedded.mul_(self.table_scale).view(-1, self.size)
         both, *_ = ctx.ops.norm_add(projected, Norm(self.norm, self.eps), embedded)
@@ -56,7 +56,7 @@ class PerLayerInputs(nn.Module):
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
         beside = name.rpartition(".")[0]
         table = f"{beside}.embed_tokens_per_layer"
-        yield vocab_slice(table, self.table, self.vocab_size, self.share, tied=False)
+        yield vocab_slice(table, self.table, self.vocab_size, self.shard, tied=False)
         yield whole(f"{beside}.per_layer_model_projection.weight", self.projection)
         yield whole(f"{beside}.per_layer_projection_norm.weight", self.norm)
 

@@ -27,10 +27,10 @@ from minisgl.models.base import Model
 from minisgl.models.checkpoint import Checkpoint
 from minisgl.models.config.model_config import ModelConfig, UnsupportedModel, WeightError
 from minisgl.models.decoder import CausalLM
-from minisgl.models.expert_filling import ExpertFilling
+from minisgl.models.expert_loader import ExpertLoader
 from minisgl.models.generic.load import build_generic, load_generic
 from minisgl.models.hub import some
-from minisgl.models.linear_filling import LinearFilling
+from minisgl.models.linear_loader import LinearLoader
 from minisgl.models.online_quantization import describe, round_weights
 from minisgl.models.pooling_model import PoolingModel
 from minisgl.models.weight_forms import Keeps, WeightForms
@@ -56,20 +56,20 @@ class _Slice(NamedTuple):
     """A slice, and what fills it if it has no memory yet."""
 
     part: WeightSlice
-    filling: LinearFilling | ExpertFilling | None
+    loader: LinearLoader | ExpertLoader | None
     module: str
 
 
 def _slices(model: nn.Module, forms: WeightForms, found: Container[str] = ()) -> Iterator[_Slice]:
     for name, module in model.named_modules():
         parts = list(_module_slices(name, module, found))
-        filling: LinearFilling | ExpertFilling | None = None
+        loader: LinearLoader | ExpertLoader | None = None
         if isinstance(module, Linear):
-            filling = LinearFilling(module, forms, parts)
+            loader = LinearLoader(module, forms, parts)
         elif isinstance(module, Experts):
-            filling = ExpertFilling(module, forms, parts)
+            loader = ExpertLoader(module, forms, parts)
         for part in parts:
-            yield _Slice(part, filling if part.target.is_meta else None, name)
+            yield _Slice(part, loader if part.target.is_meta else None, name)
 
 
 @torch.no_grad()
@@ -89,11 +89,11 @@ def load_weights(
     bar = progress_bar("Loading weights", size, unit="B", leave=True, shown=progress)
     with bar:
         for name in checkpoint:
-            for part, filling, _ in wanted.get(name, ()):
+            for part, loader, _ in wanted.get(name, ()):
                 if not part.is_read:
                     continue
-                if filling is not None:
-                    filling.read(checkpoint, part)
+                if loader is not None:
+                    loader.read(checkpoint, part)
                 else:
                     checkpoint.read_into(part.target, name, part.source)
                     if part.offset:
@@ -124,15 +124,15 @@ def fill_random(
     """
     generator = torch.Generator(forms.device)
     heads = {name for name, module in model.named_modules() if isinstance(module, LMHead)}
-    for part, filling, module in _slices(model, forms):
+    for part, loader, module in _slices(model, forms):
         if not part.is_read or part.target.ndim < 2:
             continue
         generator.manual_seed(seed + zlib.crc32(f"{part.name} {part.source}".encode()))
-        if filling is None:
+        if loader is None:
             part.target.normal_(std=std, generator=generator)
         else:
             scheme = None if quantization is None or module in heads else quantization.scheme_of(module)
-            filling.draw(part, format_of(scheme), std, generator)
+            loader.draw(part, format_of(scheme), std, generator)
 
 
 def _check(

@@ -17,7 +17,7 @@ from minisgl.quantization.rounding import INT4_GROUP, Int4Grid, Method, levels_o
 def round_weights(model: nn.Module, method: Method, forms: WeightForms) -> None:
     """Round the matrices of attention and feed-forward blocks, with int4 the head's too, on every rank alike.
 
-    Those that were rounded when they were filled (`linear_filling`) are left alone; a head is kept as `forms` say.
+    Those that were rounded when they were loaded (`linear_loader`) are left alone; a head is kept as `forms` say.
 
     Embeddings, norms, biases and routers stay. 8 bits have a scale for each output, int4 for each INT4_GROUP inputs.
     UnsupportedModel if a group would lie on two ranks.

@@ -7,13 +7,13 @@ from torch import Tensor, nn
 
 from minisgl.distributed import TPGroup
 from minisgl.kernel.base import Norm
-from minisgl.models.generic.linears import GivenLinear, MergedLinear
+from minisgl.models.generic.linears import MergedLinear, ReplacementLinear
 from minisgl.models.generic.numeric_probe import GatedForm, NormForm
 from minisgl.models.generic.sharding import Form, share
 from minisgl.models.generic.step import Step
 
 
-class GivenNorm(nn.Module):
+class ReplacementNorm(nn.Module):
     """RMSNorm of the last axis of any tensor."""
 
     def __init__(self, module: nn.Module, form: NormForm, step: Step) -> None:
@@ -28,7 +28,7 @@ class GivenNorm(nn.Module):
         return self._step.ctx.ops.rms_norm(rows, Norm(self.weight, self.eps)).view(x.shape)
 
 
-class GivenGatedMLP(nn.Module):
+class ReplacementGatedMLP(nn.Module):
     """down(activation(gate(x)) * up(x)), with gate and up in one product."""
 
     def __init__(self, module: nn.Module, form: GatedForm, forms: tuple[Form, Form], tp: TPGroup) -> None:
@@ -37,7 +37,7 @@ class GivenGatedMLP(nn.Module):
         begin, end = forms
         self.gate_up_proj = MergedLinear([module.get_submodule(name) for name in form.first], begin, tp)
         self.gate_up_proj.gated = True
-        self.down_proj = GivenLinear(module.get_submodule(form.down), end, tp)
+        self.down_proj = ReplacementLinear(module.get_submodule(form.down), end, tp)
         self.activation = form.activation
 
     def forward(self, x: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class GivenGatedMLP(nn.Module):
         return y.view(x.shape)
 
 
-class GivenExperts(nn.Module):
+class ReplacementExperts(nn.Module):
     """Experts of which each token's are chosen: x [T, H], ids and weights [T, top_k] -> [T, H].
 
     A rank has a share of each expert's intermediate size, if they are divided.

@@ -21,8 +21,8 @@ from minisgl.models.config.model_config import (
     TransformersModules,
 )
 from minisgl.models.generic.attention_interface import PagedAttention, set_attention
-from minisgl.models.generic.blocks import GivenExperts, GivenGatedMLP, GivenNorm
-from minisgl.models.generic.linears import GivenLinear, MergedLinear
+from minisgl.models.generic.blocks import ReplacementExperts, ReplacementGatedMLP, ReplacementNorm
+from minisgl.models.generic.linears import MergedLinear, ReplacementLinear
 from minisgl.models.generic.model_probe import GivenStates, decoder_name
 from minisgl.models.generic.replace import replace_modules
 from minisgl.models.generic.rotation import leave_unrotated, rotation_table
@@ -108,7 +108,7 @@ class GenericCausalLM(Model):
     def kernel_needs(self, kv_dtype: torch.dtype) -> KernelNeeds:
         products = set()
         for module in self.modules():
-            if isinstance(module, GivenGatedMLP):
+            if isinstance(module, ReplacementGatedMLP):
                 width, size = module.gate_up_proj.weight.shape
                 products.add(Product(width, size, norm=False, gate=module.activation))
             elif isinstance(module, Linear) and not module.gated:
@@ -117,7 +117,7 @@ class GenericCausalLM(Model):
         return KernelNeeds(
             self.dtype,
             kv_dtype,
-            next((module.weight.dtype for module in self.modules() if isinstance(module, GivenNorm)), self.dtype),
+            next((module.weight.dtype for module in self.modules() if isinstance(module, ReplacementNorm)), self.dtype),
             head_dims=frozenset(attention.head_dim for attention in self.config.attentions),
             products=frozenset(products),
             experts=frozenset(),
@@ -130,13 +130,13 @@ class GenericCausalLM(Model):
     def describe(self) -> str:
         """Tell which modules of transformers' gave way to ours, in a line for the log."""
         ours: dict[type[nn.Module], str] = {
-            GivenGatedMLP: "gated blocks",
-            GivenExperts: "layers of experts",
-            GivenNorm: "norms",
+            ReplacementGatedMLP: "gated blocks",
+            ReplacementExperts: "layers of experts",
+            ReplacementNorm: "norms",
             MergedLinear: "merged products",
-            GivenLinear: "other products",
+            ReplacementLinear: "other products",
         }
-        blocks = [module for module in self.modules() if isinstance(module, GivenGatedMLP)]
+        blocks = [module for module in self.modules() if isinstance(module, ReplacementGatedMLP)]
         inside = {part for block in blocks for part in block.children()}
         counts = Counter(ours.get(type(module)) for module in self.modules() if module not in inside)
         parts = [f"{counts[name]} {name}" for name in ours.values() if counts[name]]

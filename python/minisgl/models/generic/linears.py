@@ -55,7 +55,7 @@ class LinearInputs:
         return tuple(tuple(names) for names in groups.values() if len(names) > 1)
 
 
-class GivenLinear(Linear):
+class ReplacementLinear(Linear):
     """A linear layer, divided among ranks as its form says."""
 
     def __init__(self, module: nn.Module, form: Form, tp: TPGroup) -> None:

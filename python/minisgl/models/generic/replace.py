@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from minisgl.distributed import TPGroup
-from minisgl.models.generic.blocks import GivenExperts, GivenGatedMLP, GivenNorm
-from minisgl.models.generic.linears import GivenLinear, MergedLinear, MergedPart
+from minisgl.models.generic.blocks import ReplacementExperts, ReplacementGatedMLP, ReplacementNorm
+from minisgl.models.generic.linears import MergedLinear, MergedPart, ReplacementLinear
 from minisgl.models.generic.numeric_probe import gated_form, holds_plain_experts, norm_form
 from minisgl.models.generic.sharding import Plan
 from minisgl.models.generic.step import Step
@@ -32,18 +32,18 @@ def replace_modules(
             begin = {plan.form_of(f"{name}.{leaf}") for leaf in gated.first}
             end = plan.form_of(f"{name}.{gated.down}")
             if (begin, end) in (({"whole"}, "whole"), ({"column"}, "row")):
-                model.set_submodule(name, GivenGatedMLP(module, gated, (begin.pop(), end), tp))
+                model.set_submodule(name, ReplacementGatedMLP(module, gated, (begin.pop(), end), tp))
         elif probes.result(holds_plain_experts, module):
-            model.set_submodule(name, GivenExperts(module, tp, step, divided=plan.divides_experts(name)))
+            model.set_submodule(name, ReplacementExperts(module, tp, step, divided=plan.divides_experts(name)))
     for names in merged:
         _merge(model, names, plan, tp)
     for name, module in list(model.named_modules()):
         if _is_linear(module):
-            model.set_submodule(name, GivenLinear(module, plan.form_of(name), tp))
+            model.set_submodule(name, ReplacementLinear(module, plan.form_of(name), tp))
             continue
         form = probes.result(norm_form, module)
         if form is not None and module.get_parameter("weight").dtype == dtype:  # another one would decide the result's
-            model.set_submodule(name, GivenNorm(module, form, step))
+            model.set_submodule(name, ReplacementNorm(module, form, step))
 
 
 class _Probes:

@@ -38,7 +38,7 @@ class RotationProbe:
                 module.register_forward_hook(self._note_table, with_kwargs=True)
             rotate = _rotation_of(module)
             if rotate is not None and _rotates_halves(rotate):
-                exchange_rotation(module, self._recorder(module, rotate))
+                replace_rotation(module, self._recorder(module, rotate))
 
     def call_of(self, module: nn.Module, q: Tensor, k: Tensor) -> RotaryCall | None:
         """Return what made the cosines of a module's q and k, if these attend as they were rotated."""
@@ -70,10 +70,10 @@ class RotationProbe:
 
 def leave_unrotated(module: nn.Module) -> None:
     """Let a module hand on q and k as they are."""
-    exchange_rotation(module, lambda q, k, *_: (q, k))
+    replace_rotation(module, lambda q, k, *_: (q, k))
 
 
-def exchange_rotation(module: nn.Module, rotate: Rotate) -> None:
+def replace_rotation(module: nn.Module, rotate: Rotate) -> None:
     """Let a module of which `_rotation_of` finds the rotation call another one."""
     forward = type(module).forward
     if not isinstance(forward, FunctionType):

@@ -1,4 +1,4 @@
-"""Fills the matrices of a mixture's experts: packed part by part as they are read where a GPU reads them quantized.
+"""Loads the matrices of a mixture's experts: packed part by part as they are read where a GPU reads them quantized.
 
 Beside the packed matrices there is one part at a time, or, of experts that are rounded (`--quantization`), one layer's
 in the model's dtype.
@@ -23,7 +23,7 @@ from minisgl.quantization.random_levels import random_levels
 from minisgl.quantization.rounding import levels_of_8_bits
 
 
-class ExpertFilling:
+class ExpertLoader:
     """Matrices of one layer's experts while their parts are read."""
 
     def __init__(self, experts: Experts, forms: WeightForms, parts: Iterable[WeightSlice]) -> None:
@@ -43,7 +43,7 @@ class ExpertFilling:
             each = checkpoint.expert_levels(part.name, part.source, packed.format, self._forms.device)
             for expert, levels in enumerate(each, part.first):
                 self._fill(packed, expert, part, levels)
-        self._filled()
+        self._part_loaded()
 
     def draw(self, part: WeightSlice, stored: LevelFormat | None, std: float, generator: torch.Generator) -> None:
         """Fill one of the parts with random values, in the format of a checkpoint that has them so."""
@@ -58,7 +58,7 @@ class ExpertFilling:
             for expert in range(part.first, part.first + (part.target.shape[0] if part.target.ndim == 3 else 1)):
                 levels = random_levels(packed.format, torch.Size((rows, size)), std, generator)
                 self._fill(packed, expert, part, levels)
-        self._filled()
+        self._part_loaded()
 
     def _choose(self, formats: set[LevelFormat | None]) -> None:
         """Pack experts whose parts all have one format, which is kept; give others their memory."""
@@ -90,7 +90,7 @@ class ExpertFilling:
         except ValueError as error:
             raise WeightError(f"{part.name}: {error}") from error
 
-    def _filled(self) -> None:
+    def _part_loaded(self) -> None:
         self._left -= 1
         if self._left == 0 and self._experts.packed is None:
             self._round()

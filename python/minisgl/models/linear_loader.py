@@ -1,4 +1,4 @@
-"""Fills the weights of linear layers in the form that their products will read: quantized ones stay so where they can.
+"""Loads the weights of linear layers in the form that their products read: quantized ones stay so where they can.
 
 A weight gets its memory when its first part is read, and is rounded (`--quantization`) when its last one is: beside the
 model there are never more than the layers under way.
@@ -21,7 +21,7 @@ from minisgl.quantization.random_levels import random_levels
 from minisgl.quantization.rounding import levels_of_8_bits, levels_of_int4
 
 
-class LinearFilling:
+class LinearLoader:
     """Weight of one layer while its parts are read."""
 
     def __init__(self, module: Linear, forms: WeightForms, parts: Iterable[WeightSlice]) -> None:
@@ -40,7 +40,7 @@ class LinearFilling:
             checkpoint.read_into(module.weight[rows], part.name, part.source)
         else:
             checkpoint.read_levels_into(self._levels[rows], part.name, part.source)
-        self._filled()
+        self._part_loaded()
 
     def draw(self, part: WeightSlice, stored: LevelFormat | None, std: float, generator: torch.Generator) -> None:
         """Fill one of the parts with random values, in the format of a checkpoint that has them so."""
@@ -51,7 +51,7 @@ class LinearFilling:
             self._module.weight[rows].normal_(std=std, generator=generator)
         else:
             self._levels[rows].copy_(random_levels(self._levels.format, part.target.shape, std, generator))
-        self._filled()
+        self._part_loaded()
 
     def _choose(self, formats: set[LevelFormat | None]) -> None:
         """Give a weight its memory, in the format that all of its parts have if it is kept."""
@@ -61,7 +61,7 @@ class LinearFilling:
         else:
             self._levels = Levels.empty(form, self._module.weight.shape, self._forms.device)
 
-    def _filled(self) -> None:
+    def _part_loaded(self) -> None:
         self._left -= 1
         if self._left == 0:
             self._module.levels = self._levels or self._round()
