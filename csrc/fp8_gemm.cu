@@ -9,14 +9,7 @@
 // K is a multiple of BLOCK_K and at most 32,768, BLOCK_K one of 128. GATED: see sums.cuh; half of N is a multiple
 // of 64 then, and of a warpgroup's rows the gates lie in one block of scales, and so do the others.
 #include "ring.cuh"
-
-// multiply_add: a [64, 32] and b [M_MAX, 32] lie in shared memory.
-using Left = unsigned long long;
-#define LEFT(a0, a1, a2, a3) "%" a0
-#define LEFT_INPUTS(a) "l"(a)
-#define INSTRUCTION(n) "wgmma.mma_async.sync.aligned.m64n" n "k32.f32.e4m3.e4m3"
-#define MODIFIERS "1, 1"
-#include "multiply_add.cuh"
+#include "fp8_product.cuh"
 
 constexpr int LINES = BLOCK_K / LINE;              // of a stage
 constexpr int PART_LINES = LINES / K_PARTS;        // that a warpgroup multiplies: 1 or 2

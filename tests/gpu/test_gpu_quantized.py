@@ -7,7 +7,7 @@ import logging
 import random
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from minisgl import LLM, SamplingParams
 from minisgl.kernel.base import Norm, Ops
 from minisgl.kernel.fp8_rows import Fp8Rows
+from minisgl.kernel.fp8_schedule import schedule_tiles
 from minisgl.kernel.gemv_division import gemv_divisions
 from minisgl.kernel.torch_ops import TorchOps
 from minisgl.quantization.gpu_layout import pack_levels
@@ -180,6 +181,51 @@ def test_products_in_fp8_multiply_what_x_is_rounded_to(ops: Ops, group: int, x_s
                 (gated.norm_gated_linear(x, norm, bias, activation="silu"), activated),
             ):
                 assert error(have, want) < 8e-3, (rows, width, size)
+
+
+@pytest.mark.parametrize("rows", [129, 192, 200, 300, 384, 700])
+@pytest.mark.parametrize(
+    ("width", "size"),
+    [(384, 512), (1280, 4352), (5120, 640), (7168, 512), (8704, 1024)],
+    ids=["odd", "4 splits", "3 splits", "2 splits", "waves"],
+)
+def test_products_of_a_persistent_grid(ops: Ops, rows: int, width: int, size: int) -> None:
+    """Whole and divided tiles, of which the last may have rows of x or of the weight that are not there."""
+    from minisgl.kernel.fp8_gemm import fp8_matrix
+
+    torch.manual_seed(0)
+    reference, levels = TorchOps(), random_levels(LevelFormat("fp8", 128, rounds_x=True), width, size)
+    wide, kernels = levels.values().double(), cast(Any, ops)._fp8
+    plain, gated = (fp8_matrix(levels, gated=gated) for gated in (False, True))
+    x, residual = (torch.randn(rows, columns, device="cuda").bfloat16() for columns in (size, width))
+    bias, made = torch.randn(width, device="cuda").bfloat16(), kernels.quantize(x, None, 128)
+    want = reference.linear(values_of(made), wide, bias.double(), residual.double())
+    have = kernels.persistent_product(made, plain, bias, residual, torch.bfloat16)
+    assert error(have, want) < 8e-3, schedule_tiles(rows, width, size, 132)
+    again = kernels.persistent_product(made, plain, bias, residual, torch.bfloat16)
+    assert torch.equal(again, have), "sums are added up in one order"
+    activated = reference.norm_gated_linear(values_of(made), None, wide, bias.double(), activation="silu")
+    have = kernels.persistent_product(made, gated, bias, None, torch.bfloat16, gate="silu")
+    assert error(have, activated) < 8e-3
+
+
+def test_products_of_some_rows_take_the_persistent_grid(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+    """129 to 192 rows of wide weights; where torch's tiles fit the rows better, torch multiplies."""
+    from minisgl.kernel.fp8_gemm import Fp8Gemm
+
+    taken: list[int] = []
+    original = Fp8Gemm.persistent_product
+
+    def counted(gemm: Fp8Gemm, x: Fp8Rows, *args: Any, **options: Any) -> torch.Tensor:
+        taken.append(x.rows)
+        return original(gemm, x, *args, **options)
+
+    monkeypatch.setattr(Fp8Gemm, "persistent_product", counted)
+    form, norm = LevelFormat("fp8", 128, rounds_x=True), Norm(torch.ones(2048, device="cuda").bfloat16(), 1e-6)
+    weight = ops.bind_levels(random_levels(form, 24576, 2048), torch.bfloat16, gated=True)
+    for rows in (128, 129, 192, 193, 256):
+        weight.norm_gated_linear(torch.randn(rows, 2048, device="cuda").bfloat16(), norm, activation="silu")
+    assert taken == [129, 192]
 
 
 def values_of(made: Fp8Rows) -> torch.Tensor:

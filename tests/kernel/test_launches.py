@@ -301,6 +301,10 @@ def run_quantized() -> None:
                         rows,
                         512,
                     )
+                    many = empty_rows(300, 256, 128, CPU)
+                    product = weight._gemm.persistent_product
+                    assert product(many, weight._matrix, bias, residual, dtype).shape == (300, 512)
+                    assert product(many, weight._matrix, bias, None, dtype, gate="silu").shape == (300, 256)
 
 
 def run_moe(dtype: torch.dtype) -> None:

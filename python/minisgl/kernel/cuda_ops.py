@@ -55,7 +55,7 @@ class CudaOps:
         self._skinny = SkinnyGemm(self._compiler)
         self._small_batch = SmallBatchGemm(self._compiler)
         self._quantized = QuantizedGemm(self._compiler)
-        self._fp8 = Fp8Gemm(self._compiler)
+        self._fp8 = Fp8Gemm(self._compiler, device)
         self._routing = CudaRouting(self._compiler)
         self._moe = CudaMoe(self._compiler, self._routing)
         self._delta = CudaDelta(self._compiler)

@@ -106,7 +106,7 @@ class Fp8Weight:
     def norm_gated_linear(
         self, x: Tensor, norm: Norm | None, bias: Tensor | None = None, *, activation: Activation
     ) -> Tensor:
-        if self._matrix.gated and len(x) <= MOST_ROWS[self._matrix.group]:
+        if self._gemm.applies_gate(len(x), self._matrix):
             return self._gemm.linear(x, norm, self._matrix, bias, gate=activation)
         return self._activate(self._gemm.linear(x, norm, self._matrix, bias), activation)
 

@@ -1,4 +1,8 @@
-"""Products of FP8 with FP8: rows quantized by csrc/quantize.cu, few of them multiplied by csrc/fp8_gemm.cu."""
+"""Products of FP8 with FP8: rows quantized by csrc/quantize.cu, and the kernels that multiply them.
+
+Up to MOST_ROWS that is csrc/fp8_gemm.cu; above, where scales are of blocks, csrc/fp8_persistent_gemm.cu or torch,
+whichever is estimated to be faster; and with scales of rows a library.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,15 @@ from torch import Tensor
 from minisgl.kernel.base import Activation, Norm
 from minisgl.kernel.compile import Compiler, tensor_map
 from minisgl.kernel.fp8_rows import GROUP, MOST_ROWS, Fp8Rows, empty_rows
+from minisgl.kernel.fp8_schedule import (
+    BLOCK_N,
+    CLUSTER,
+    LINE,
+    STAGE_BYTES,
+    STAGES,
+    beats_torch,
+    schedule_tiles,
+)
 from minisgl.kernel.quantized_division import Division, divide_fp8, fp8_stage_bytes, sums_bytes
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.optional_packages import import_error
@@ -20,6 +33,7 @@ _LINE = 128  # columns that the tensor memory accelerator fetches
 _MAX_SIZE = 1 << 15  # columns of a row that a block quantizes
 _GROUPS = 16  # of GROUP columns that a block of quantize_groups.cu has at a time
 _GROUP_BLOCKS = 8  # of it on a multiprocessor
+_PERSISTENT_THREADS = 512  # of a block of fp8_persistent_gemm.cu
 
 
 class Fp8Matrix(NamedTuple):
@@ -54,9 +68,11 @@ def fp8_matrix(levels: Levels, *, gated: bool) -> Fp8Matrix | None:
 class Fp8Gemm:
     """Compiles the kernels once for each kind of product that is asked for."""
 
-    def __init__(self, compiler: Compiler) -> None:
+    def __init__(self, compiler: Compiler, device: torch.device) -> None:
         self._compiler = compiler
         self._row_scaled = _sglang_product()
+        # Of the warpgroups of blocks with divided tiles; each launch leaves zeros.
+        self._counters = torch.zeros(3 * compiler.num_sms, dtype=torch.int32, device=device)
 
     def begin_compiling(self, weight: Fp8Matrix, dtype: torch.dtype) -> None:
         """Begin to compile the products with a weight; of a gated one those with silu."""
@@ -71,11 +87,15 @@ class Fp8Gemm:
             for before_attention in {False, not weight.gated}
         }
         specs += [_product_spec(_Kernel(dtype, weight.group, gate, division)) for division in divisions]
+        if weight.group:
+            specs.append(_persistent_spec(dtype, gate))
         self._compiler.begin(specs)
 
     def library(self, weight: Fp8Matrix) -> str:
         """Name what multiplies many rows with this weight."""
-        return "sglang-kernel" if weight.group == 0 and self._row_scaled is not None else "torch._scaled_mm"
+        if weight.group:
+            return "csrc/fp8_persistent_gemm.cu or torch._scaled_mm"
+        return "torch._scaled_mm" if self._row_scaled is None else "sglang-kernel"
 
     def quantize(self, x: Tensor, norm: Norm | None, group: int, *, x_scale: float = 0.0) -> Fp8Rows:
         """Return norm(x), [M, K], in e4m3, with scales for rows or for `group` of their columns, or with `x_scale`."""
@@ -115,6 +135,10 @@ class Fp8Gemm:
             and width % (GROUP if form.group else 16) == 0
         )
 
+    def applies_gate(self, rows: int, weight: Fp8Matrix) -> bool:
+        """Return True if the product of so many rows with this weight takes a `gate`."""
+        return weight.gated and (rows <= MOST_ROWS[weight.group] or self._persists(rows, weight, launches=1))
+
     def linear(
         self,
         x: Tensor,
@@ -127,7 +151,7 @@ class Fp8Gemm:
         before_attention: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return norm(x) @ weight^T + bias + residual, or its `gate`d form of few rows, of x as it is rounded."""
+        """Return norm(x) @ weight^T + bias + residual, or its `gate`d form, of x as it is rounded."""
         if len(x) == 0:
             width = len(weight.codes)
             return x.new_empty((0, width if gate is None else width // 2))
@@ -148,8 +172,11 @@ class Fp8Gemm:
         before_attention: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return x @ weight^T + bias + residual [rows, N], or its `gate`d form [rows, N / 2] of few rows."""
+        """Return x @ weight^T + bias + residual [rows, N], or its `gate`d form [rows, N / 2], where `applies_gate`."""
         if x.rows > MOST_ROWS[weight.group]:
+            launches = sum(each is not None for each in (bias, residual, out))
+            if gate is not None or self._persists(x.rows, weight, launches=launches):
+                return self.persistent_product(x, weight, bias, residual, dtype, gate=gate, out=out)
             y = self._library_product(x, weight, dtype)
             if bias is not None:
                 y.add_(bias)
@@ -184,6 +211,47 @@ class Fp8Gemm:
         )
         return out
 
+    def persistent_product(
+        self,
+        x: Fp8Rows,
+        weight: Fp8Matrix,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        dtype: torch.dtype,
+        *,
+        gate: Activation | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Compute `product` of more than 128 rows, with scales of blocks, by csrc/fp8_persistent_gemm.cu."""
+        width, size = weight.codes.shape
+        if out is None:
+            out = torch.empty((x.rows, width if gate is None else width // 2), dtype=dtype, device=x.codes.device)
+        schedule = schedule_tiles(x.rows, width, size, self._compiler.num_sms)
+        floats = schedule.partial_floats
+        kernel = self._compiler.kernel(_persistent_spec, dtype, gate)
+        kernel(
+            (schedule.clusters,),
+            _PERSISTENT_THREADS,
+            x_map=tensor_map(x.codes[: x.rows], schedule.x_rows // CLUSTER, LINE),
+            w_map=tensor_map(weight.codes, BLOCK_N // 2, LINE),
+            x_scales=x.scales,
+            x_stride=x.room,
+            w_scales=weight.scales,
+            bias=bias,
+            residual=residual,
+            out=out,
+            partial=torch.empty(floats, dtype=torch.float32, device=out.device) if floats else None,
+            counters=self._counters,
+            M=x.rows,
+            x_rows=schedule.x_rows,
+            N=width,
+            K=size,
+            whole=schedule.whole,
+            splits=schedule.splits,
+            cluster=CLUSTER,
+        )
+        return out
+
     def _library_product(self, x: Fp8Rows, weight: Fp8Matrix, dtype: torch.dtype) -> Tensor:
         """[rows, N] of many rows, by the faster library that there is."""
         if weight.group:
@@ -194,6 +262,11 @@ class Fp8Gemm:
             scales = x.scales.unsqueeze(1), weight.scales.unsqueeze(0)
         y = torch._scaled_mm(x.codes, weight.codes.t(), scale_a=scales[0], scale_b=scales[1], out_dtype=dtype)
         return y[: x.rows]
+
+    def _persists(self, rows: int, weight: Fp8Matrix, *, launches: int) -> bool:
+        """Return True if csrc/fp8_persistent_gemm.cu multiplies so many rows, more than fp8_gemm.cu does."""
+        sms = self._compiler.num_sms
+        return weight.group > 0 and beats_torch(rows, *weight.codes.shape, sms, launches=launches)
 
     def _division(self, rows: int, weight: Fp8Matrix, *, before_attention: bool = False) -> Division:
         sms = self._compiler.num_sms
@@ -230,6 +303,16 @@ def _quantize_spec(dtype: torch.dtype, norm_dtype: torch.dtype | None, group: in
 
 def _quantize_groups_spec(dtype: torch.dtype) -> KernelSpec:
     return KernelSpec("quantize_groups.cu", "quantize_groups", {"SCALAR": SCALAR_NAMES[dtype]})
+
+
+def _persistent_spec(dtype: torch.dtype, gate: Activation | None) -> KernelSpec:
+    macros: Macros = {
+        "SCALAR": SCALAR_NAMES[dtype],
+        "GATED": int(gate is not None),
+        "GELU_TANH": int(gate == "gelu_tanh"),
+        "STAGES": STAGES,
+    }
+    return KernelSpec("fp8_persistent_gemm.cu", "fp8_persistent_gemm", macros, STAGES * STAGE_BYTES)
 
 
 def _product_spec(kind: _Kernel) -> KernelSpec:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 GROUP = 128  # columns of a scale, where a row has several, and rows and columns of one of a weight's blocks
-MOST_ROWS = {0: 256, 128: 128}  # by the columns of a scale; above, a library multiplies
+MOST_ROWS = {0: 256, 128: 128}  # that fp8_gemm.cu multiplies, by the columns of a scale
 _BLOCK_ROWS = 64, 128  # that blocks of fp8_gemm.cu multiply, at most
-_LIBRARY_ROWS = 16  # torch._scaled_mm wants scales of groups aligned
+_ALIGNED_ROWS = 16  # torch._scaled_mm and fp8_persistent_gemm.cu want scales of groups aligned
 
 
 class Fp8Rows(NamedTuple):
@@ -38,7 +38,7 @@ def empty_rows(rows: int, size: int, group: int, device: torch.device) -> Fp8Row
 
     There is room for what the products that read so many rows fetch, whose values do not matter.
     """
-    multiple = _LIBRARY_ROWS if rows > MOST_ROWS[group] else _BLOCK_ROWS[rows > _BLOCK_ROWS[0]]
+    multiple = _ALIGNED_ROWS if rows > MOST_ROWS[group] else _BLOCK_ROWS[rows > _BLOCK_ROWS[0]]
     room = -(-rows // multiple) * multiple
     codes = torch.empty((room, size), dtype=torch.float8_e4m3fn, device=device)
     shape = (size // group, room) if group else (room,)
