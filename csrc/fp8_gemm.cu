@@ -18,8 +18,7 @@ constexpr int X_LINE = M_MAX * LINE;               // bytes
 constexpr int W_LINE = BLOCK_N * LINE;
 constexpr int S_LINE = GROUP ? M_MAX * 4 : 0;
 constexpr int W_AT = LINES * X_LINE, S_AT = W_AT + LINES * W_LINE;  // of a stage
-constexpr int STAGE_BYTES = S_AT + LINES * S_LINE;
-constexpr int STAGE = (STAGE_BYTES + 1023) / 1024 * 1024;
+constexpr int STAGE = (S_AT + LINES * S_LINE + 1023) / 1024 * 1024;
 
 extern __shared__ __align__(1024) unsigned char memory[];  // the ring; then the sums
 
@@ -56,19 +55,21 @@ __device__ __forceinline__ void copy_scales(
 // multiple of M_MAX.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fp8_gemm(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, const float* x_scales,
-    int x_stride, const float* w_scales, OPTIONAL const T* bias, OPTIONAL const T* residual, T* out, int M, int N,
-    int K) {
+    int x_stride, const float* w_scales, OPTIONAL const T* bias, OPTIONAL const T* residual, T* out, int M, int x_rows,
+    int N, int K) {
   __shared__ Ring ring;
   __shared__ Barrier received;
   __shared__ __align__(16) float row_scales[GROUP ? 4 : M_MAX];  // of x
   __shared__ BlockScales block_scales;
   int split = blockIdx.x, thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
-  int first = blockIdx.y * M_MAX;  // of x
+  int first = blockIdx.y * x_rows;  // of x
+  M = min(M, first + x_rows);       // where the block's rows of x end
+  int x_bytes = LINES * (x_rows * LINE + S_LINE);  // of a stage
   int steps = K / BLOCK_K, begin = steps * split / SPLIT, count = steps * (split + 1) / SPLIT - begin;
 
   auto load_weight = [&](int step, int slot) {
     unsigned char* to = memory + slot * STAGE + W_AT;
-    expect(&ring.full[slot], TWO_PRODUCERS ? LINES * W_LINE : STAGE_BYTES);
+    expect(&ring.full[slot], LINES * W_LINE + (TWO_PRODUCERS ? 0 : x_bytes));
 #pragma unroll
     for (int l = 0; l < LINES; ++l) {
       int column = (begin + step) * BLOCK_K + l * LINE, row = blockIdx.z * BLOCK_N;
@@ -78,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fp8_gemm(
   };
   auto load_x = [&](int step, int slot) {
     unsigned char* to = memory + slot * STAGE;
-    if (TWO_PRODUCERS) expect(&ring.full[slot], STAGE_BYTES - LINES * W_LINE);
+    if (TWO_PRODUCERS) expect(&ring.full[slot], x_bytes);
 #pragma unroll
     for (int l = 0; l < LINES; ++l) {
       int line = (begin + step) * LINES + l;

@@ -1,11 +1,11 @@
 // Products with quantized weights on Hopper: y [M, N] = x [M, K] @ weight [N, K]^T, multiplied in T.
 //
-// A block computes BLOCK_N columns of y, which are rows of the weight, for M_MAX rows of x; the SPLIT blocks of a
-// cluster divide K. A stage of the ring (ring.cuh) has BLOCK_K columns of the packed weight (quantized.cuh), of its
-// scales, and of x, which arrives swizzled. A warpgroup decodes 64 rows of the weight to T in registers, scaled where
-// groups have scales: they are the left operand of wgmma, and x in the ring is the right one. K_PARTS warpgroups divide
-// the columns of a stage and add up their sums behind the main loop: a lone warpgroup would wait for its own wgmma.
-// The epilogue is that of sums.cuh.
+// A block computes BLOCK_N columns of y, which are rows of the weight, for x_rows rows of x, at most M_MAX; the SPLIT
+// blocks of a cluster divide K. A stage of the ring (ring.cuh) has BLOCK_K columns of the packed weight
+// (quantized.cuh), of its scales, and of x, which arrives swizzled. A warpgroup decodes 64 rows of the weight to T in
+// registers, scaled where groups have scales: they are the left operand of wgmma, and x in the ring is the right one.
+// K_PARTS warpgroups divide the columns of a stage and add up their sums behind the main loop: a lone warpgroup would
+// wait for its own wgmma. The epilogue is that of sums.cuh.
 //
 // The main loop is software-pipelined by phases of one or two wgmma each. While wgmma works on one phase, the next one
 // is decoded, also across stages, from words that were loaded a phase earlier. Decoding competes with wgmma for issue
@@ -32,29 +32,32 @@ constexpr int UNROLL = WEIGHT_BITS == 4 && STAGES * PART_K <= 1024 ? STAGES : 1;
 constexpr int UNIT = GROUP ? GROUP : BLOCK_K;
 static_assert(UNIT % PHASE_K == 0 && PHASES % 2 == 0);
 constexpr int S_TILE = GROUP ? BLOCK_K / UNIT * 64 * 4 : 0;
-constexpr int STAGE_BYTES = X_STAGE + ROW_GROUPS * (W_TILE + S_TILE);
-constexpr int STAGE = (STAGE_BYTES + 1023) / 1024 * 1024;
+constexpr int W_STAGE = ROW_GROUPS * (W_TILE + S_TILE);
+constexpr int STAGE = (X_STAGE + W_STAGE + 1023) / 1024 * 1024;
 
 extern __shared__ __align__(1024) unsigned char memory[];  // the ring; then the sums
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_gemm(
     const __grid_constant__ TensorMap x_map, const unsigned* weight, const unsigned* scales,
-    OPTIONAL const float* row_scales, OPTIONAL const T* bias, OPTIONAL const T* residual, T* out, int M, int N, int K) {
+    OPTIONAL const float* row_scales, OPTIONAL const T* bias, OPTIONAL const T* residual, T* out, int M, int x_rows,
+    int N, int K) {
   __shared__ Ring ring;
   __shared__ Barrier received;
   int split = blockIdx.x, thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
-  int first = blockIdx.y * M_MAX;  // of x
+  int first = blockIdx.y * x_rows;  // of x
+  M = min(M, first + x_rows);       // where the block's rows of x end
+  int x_bytes = BLOCK_K / 64 * x_rows * LINE;  // of a stage
   int steps = K / BLOCK_K, begin = steps * split / SPLIT, count = steps * (split + 1) / SPLIT - begin;
   int tile = blockIdx.z * ROW_GROUPS, tiles = (N + 63) / 64;
 
   auto load_weight = [&](int step, int slot) {
     unsigned char* to = memory + slot * STAGE + X_STAGE;
     Barrier* barrier = &ring.full[slot];
-    expect(barrier, TWO_PRODUCERS ? STAGE_BYTES - X_STAGE : STAGE_BYTES);
+    expect(barrier, W_STAGE + (TWO_PRODUCERS ? 0 : x_bytes));
     copy_weight<W_TILE, S_TILE>(to, weight, scales, tile, tiles, steps, begin, step, barrier);
   };
   auto load_x = [&](int step, int slot) {
-    if (TWO_PRODUCERS) expect(&ring.full[slot], X_STAGE);
+    if (TWO_PRODUCERS) expect(&ring.full[slot], x_bytes);
 #pragma unroll
     for (int box = 0; box < BLOCK_K / 64; ++box)
       copy_box(memory + slot * STAGE + box * BOX, x_map, (begin + step) * BLOCK_K + box * 64, first, &ring.full[slot]);
@@ -66,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_gemm(
     start_successor();
   }
   if (warp >= MULTIPLIERS / 32) {
-    produce<ROW_GROUPS * (W_TILE + S_TILE)>(ring, count, load_weight, load_x);
+    produce<W_STAGE>(ring, count, load_weight, load_x);
     return;
   }
   Factors factors(GROUP ? nullptr : row_scales, bias, N);

@@ -32,7 +32,6 @@ constexpr int GROUPS = BLOCK_K / GROUP;
 constexpr int S_TILE = GROUPS * 64 * 4;
 constexpr int WEIGHTS = ROW_GROUPS * (W_TILE + S_TILE);  // bytes of a stage's weight and scales
 constexpr int NORM_STAGE = BLOCK_K * 2;  // bytes of the norm's weight
-constexpr int STAGE_BYTES = X_STAGE + WEIGHTS + (NORM ? NORM_STAGE : 0);
 constexpr int STAGE = (X_STAGE + WEIGHTS + NORM_STAGE + 1023) / 1024 * 1024;
 constexpr unsigned ONE = Is<T>::bf16 ? 0x3f803f80 : 0x3c003c00;  // 1, twice
 static_assert(WEIGHT == INT4 && CHUNK_K == 64 && GROUP >= 32);
@@ -52,21 +51,22 @@ __device__ __forceinline__ void load_right(unsigned (&b)[8], unsigned box) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) skinny_int4_gemm(
     const __grid_constant__ TensorMap x_map, const unsigned* weight, const unsigned* scales,
-    OPTIONAL const T* norm, float eps, OPTIONAL const T* bias, OPTIONAL const T* residual, T* out, int M, int N,
-    int K) {
+    OPTIONAL const T* norm, float eps, OPTIONAL const T* bias, OPTIONAL const T* residual, T* out, int M, int x_rows,
+    int N, int K) {
   __shared__ Ring ring;
   __shared__ Barrier received;
   __shared__ alignas(16) float squares[(SPLIT + 1) * M_MAX];
   __shared__ float squares_of_warps[NORM ? WARPS_K : 1][M_MAX];
   int split = blockIdx.x, thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
-  int first = blockIdx.y * M_MAX;  // of x
+  int first = blockIdx.y * x_rows;  // of x
+  M = min(M, first + x_rows);       // where the block's rows of x end
   int steps = K / BLOCK_K, begin = steps * split / SPLIT, count = steps * (split + 1) / SPLIT - begin;
   int tile = blockIdx.z * ROW_GROUPS, tiles = (N + 63) / 64;
 
   auto load_weight = [&](int step, int slot) {
     unsigned char* to = memory + slot * STAGE + X_STAGE;
     Barrier* barrier = &ring.full[slot];
-    expect(barrier, STAGE_BYTES);
+    expect(barrier, CHUNKS * x_rows * LINE + WEIGHTS + (NORM ? NORM_STAGE : 0));
     copy_weight<W_TILE, S_TILE>(to, weight, scales, tile, tiles, steps, begin, step, barrier);
     if (NORM) copy_bytes(to + WEIGHTS, norm + (begin + step) * BLOCK_K, NORM_STAGE, barrier);
   };

@@ -128,3 +128,12 @@ def test_few_rows_read_int4_by_the_fastest_blocks(rows: int, group: int) -> None
     for (width, size), (split, blocks) in shapes.items():
         division = divide_quantized("int4", rows, width, size, group, 132)
         assert (division.skinny, division.split, division.blocks) == (True, split, blocks)
+
+
+@pytest.mark.parametrize("rows", [1, 9, 33, 64, 65, 100, 129, 200, 257, 300, 384])
+def test_blocks_have_even_parts_of_x(rows: int) -> None:
+    for division in (divide_fp8(rows, 24576, 4096, 128, 132), divide_quantized("fp8", rows, 24576, 4096, 0, 132)):
+        blocks, part = -(-rows // division.max_rows), division.x_rows(rows)
+        assert part <= division.max_rows
+        assert (blocks - 1) * part < rows <= blocks * part < rows + 8 * blocks
+        assert blocks == 1 or part % 8 == 0, "scales of x are fetched from multiples of 16 bytes on"

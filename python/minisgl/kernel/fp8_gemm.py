@@ -188,6 +188,7 @@ class Fp8Gemm:
             out = torch.empty((x.rows, width if gate is None else width // 2), dtype=dtype, device=x.codes.device)
         division = self._division(x.rows, weight, before_attention=before_attention)
         kernel = self._compiler.kernel(_product_spec, _Kernel(dtype, weight.group, gate, division))
+        x_rows = division.x_rows(x.rows)
         if gate is None:
             w_map = tensor_map(weight.codes, division.block_n, _LINE)
         else:
@@ -196,7 +197,7 @@ class Fp8Gemm:
         kernel(
             (1, -(-x.rows // division.max_rows), -(-width // division.block_n)),
             division.threads,
-            x_map=tensor_map(x.codes[: x.rows], division.max_rows, _LINE),
+            x_map=tensor_map(x.codes[: x.rows], x_rows, _LINE),
             w_map=w_map,
             x_scales=x.scales,
             x_stride=x.room,
@@ -205,6 +206,7 @@ class Fp8Gemm:
             residual=residual,
             out=out,
             M=x.rows,
+            x_rows=x_rows,
             N=width,
             K=size,
             cluster=division.split,

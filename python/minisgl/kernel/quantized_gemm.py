@@ -111,7 +111,8 @@ class QuantizedGemm:
             return out
         grid = 1, -(-rows // division.max_rows), -(-width // division.block_n)
         scaling = late if division.skinny else {"row_scales": weight.row_scales}
-        kernel(grid, division.threads, x_map=tensor_map(x, division.max_rows, 64), M=rows, **scaling, **shared)
+        x_rows = division.x_rows(rows)
+        kernel(grid, division.threads, x_map=tensor_map(x, x_rows, 64), M=rows, x_rows=x_rows, **scaling, **shared)
         return out
 
     def norms(self, x: Tensor, weight: PackedLevels, norm: Norm) -> bool:
