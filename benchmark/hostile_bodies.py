@@ -50,7 +50,7 @@ def bodies() -> Iterator[tuple[str, str, bytes]]:
     yield "262,000 ids", COMPLETIONS, filled('{"prompt":[', "1", "]}", 2 * 262_000)
     yield "8,192 messages", CHAT, filled('{"messages":[', '{"role":"user","content":"a"}', "]}", 30 * 8192)
     yield "8,000 prompts", COMPLETIONS, filled('{"max_tokens":1,"prompt":[', '"a"', "]}", 4 * 8000)
-    ids = ",".join(["1"] * 272)  # as many as the demo model has tokens
+    ids = ",".join(["1"] * 272)  # one for each token of the demo model
     prompts = ",".join(['"a"'] * 8000)
     body = f'{{"prompt":[{prompts}],"max_tokens":1,"allowed_token_ids":[{ids}]}}'
     yield "8,000 prompts, 272 allowed ids", COMPLETIONS, body.encode()

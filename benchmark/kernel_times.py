@@ -33,7 +33,7 @@ from minisgl.quantization.expert_layout import PackedExperts
 from minisgl.quantization.levels import Kind, LevelFormat, Levels
 
 DEVICE = torch.device("cuda", 0)
-HEAD_DIM = 128  # of the shapes here
+HEAD_DIM = 128  # size of a head in all shapes
 FORMS = {
     "fp8": LevelFormat("fp8"),
     "fp8 blocks": LevelFormat("fp8", 128),
@@ -49,7 +49,7 @@ class Case:
     kernel: str
     shape: str
     run: Callable[[int], object]
-    bytes: int  # that must be read and written
+    bytes: int  # bytes that must be read and written
     captured: bool = True
 
 

@@ -58,8 +58,8 @@ class LatencySizes:
     """Batch sizes and lengths to measure."""
 
     batch_sizes: tuple[int, ...] = (1, 8, 64)
-    prompt_tokens: int = 512  # of decode
-    new_tokens: int = 256  # of decode
+    prompt_tokens: int = 512  # for decodes
+    new_tokens: int = 256  # for decodes
     prefill: tuple[int, ...] = (512, 2048, 8192)
     repeats: int = 3
 

@@ -140,7 +140,7 @@ def main() -> None:
     args = parser.parse_args()
     exit_on_sigterm()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (USUAL_SOFT_LIMIT, hard))  # which the server inherits
+    resource.setrlimit(resource.RLIMIT_NOFILE, (USUAL_SOFT_LIMIT, hard))  # the server inherits it
     command = [sys.executable, "-m", "minisgl", "--model", "demo", "--port", "0", *args.server]
     with ServerProcess(command) as server:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -42,7 +42,7 @@ from measuring.statistics import Spread, spread
 from measuring.workload import TimedRequest
 
 PROFILE_ROWS = 5
-FOLDER = Path(__file__).parent  # of the package `measuring`, for the server's processes
+FOLDER = Path(__file__).parent  # folder of the package `measuring`, for the server's processes
 GENERATOR = "load generator"
 PROFILE_WAIT_SECONDS = 5.0
 
@@ -54,7 +54,7 @@ class PipelineLoad:
     clients: int = 256
     prompt_tokens: int = 100
     output_tokens: int = 400
-    processes: int = 1  # of the load generator
+    processes: int = 1  # processes of the load generator
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class ProcessCost:
     """CPU time of one process in the window."""
 
     cores: float  # CPU seconds a second
-    us_per_token: float  # of CPU time
+    us_per_token: float  # CPU time per token
 
 
 @dataclass(frozen=True, slots=True)

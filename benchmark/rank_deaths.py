@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 SCHEDULER = "minisgl.scheduler.process:run"
 PATIENCE = 60.0  # seconds after which something hangs
-TOKENS = 2000  # of a stream: more than it gets
+TOKENS = 2000  # tokens of a stream: more than it gets
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Death:
 
     streams: float  # until the last stream's end
     gone: float  # until no process was left
-    ends: Counter[str]  # of the streams
+    ends: Counter[str]  # ends of the streams
 
     @property
     def clean(self) -> bool:
@@ -61,7 +61,7 @@ class Life:
 
     start: float  # seconds
     end: float
-    code: int  # of its exit
+    code: int  # exit code
 
     @property
     def clean(self) -> bool:

@@ -42,7 +42,7 @@ from minisgl.step_cost import StepCost
 PAGE_SIZE, NUM_PAGES, MAX_SEQ_LEN = 64, 13_000, 32_768
 POLICIES = "prefill-first,mixed:0:512,mixed:0:2048,mixed:0,mixed:20,mixed:35,mixed:50"
 WORKLOADS = ("bursts", "poisson", "at-once")
-HOST_SECONDS = 3e-4  # of the host for each step, beside the device
+HOST_SECONDS = 3e-4  # host's seconds for each step, beside the device's
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,10 +39,10 @@ from minisgl.scheduler.loop import StepLoop
 
 HOST = ("schedule", "launch", "wait", "complete")
 TIMED_STEPS, STEPS = 50, 12  # by the clock, and under the profiler
-KERNELS = 8  # of a table
+KERNELS = 8  # rows of a table
 KINDS = {  # beginnings of kernels' names
     "product": ("skinny_", "small_batch_gemm", "quantized_", "fp8_gemm", "library", "moe_"),
-    "rounding": ("quantize",),  # of activations
+    "rounding": ("quantize",),  # rounding of activations
     "attention": ("decode_attention", "norm_rope_store", "latent_", "delta_", "device_kernel"),  # the last: FA3
     "sum over ranks": ("one_shot", "two_shot", "received", "gather", "nccl"),
     "norm": ("rms_norm", "norm_add"),
@@ -63,7 +63,7 @@ class Timeline:
 
     title: str  # rows of decodes, or tokens of prompts
     step_us: float  # by the clock, without the profiler
-    host_us: dict[str, float]  # of a step, without the profiler
+    host_us: dict[str, float]  # per step, without the profiler
     device: list[Span]
     host: list[Span]
     steps: int
@@ -166,7 +166,7 @@ def measure_prefill(loop: StepLoop, tokens: int, prompt_tokens: int, first_seq_i
             loop.step()
         return loop.counts.begun - before
 
-    run(1)  # what happens once
+    run(1)  # work that happens once
     return observe(loop, f"{tokens} prompt tokens", run)
 
 

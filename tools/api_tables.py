@@ -25,7 +25,7 @@ from minisgl.server.api.responses.body import ResponsesBody
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 MARKED = re.compile(r"(<!-- fields (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 BODIES = {**vars(schema), **vars(anthropic), **vars(pooling), "ResponsesBody": ResponsesBody}
-LIMITS = Limits(max_seq_len=1, vocab_size=1)  # those that only a model has are named
+LIMITS = Limits(max_seq_len=1, vocab_size=1)  # limits that only a model has are named
 LIMIT_WORDS = {
     "max_seq_len": "the context length",
     "vocab_size": "all",

@@ -111,7 +111,7 @@ def try_one(model_type: str, tp_size: int) -> str:
     try:
         config = tiny_config(model_type)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
-    except Exception as error:  # of transformers, for a config of our making
+    except Exception as error:  # from transformers, for a config made by this script
         return f"not tried: no tiny model: {type(error).__name__}: {' '.join(str(error).split())[:120]}"
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)

@@ -197,7 +197,7 @@ def engine_options(args: argparse.Namespace, folder: Path, longest: int, rows: i
         batch_policy=args.batch_policy,
         schedule_policy=args.schedule_policy,
         max_prefill_tokens=args.max_prefill_length,
-        static_batches=vars(args).get("static_batch", ()),  # of those who compare
+        static_batches=vars(args).get("static_batch", ()),  # given only where engines are compared
     )
 
 

@@ -30,7 +30,7 @@ class RequestRecord:
     sent: float | None = None
     times: array[float] = field(default_factory=lambda: array("d"))  # when each event with text came
     sizes: array[int] = field(default_factory=lambda: array("i"))  # characters in each of them
-    completion_tokens: int = 0  # as the server counts, or else the events
+    completion_tokens: int = 0  # tokens by the server's count, or events if it gives none
     cached_tokens: int = 0
     error: str | None = None
 
@@ -129,7 +129,7 @@ class Stream(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._now = 0.0
-        self._rest = b""  # of an event that is not complete
+        self._rest = b""  # part of an event that is not complete
         self._refusal: list[bytes] | None = None  # the body of an answer that is not 200
         self._usage: _Usage | None = None
 

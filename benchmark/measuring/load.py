@@ -33,9 +33,9 @@ TICK_SECONDS = 0.1  # between reports of a process
 class LoadRun:
     """Records of a load's requests, in order, and what it cost to send them."""
 
-    records: list[RequestRecord]  # of all requests, or of those that had ended when the load was stopped
-    lost: list[RequestRecord]  # of requests that ran when it was stopped and were lost, with an error
-    cut: list[RequestRecord]  # of requests that ran when it was stopped, with as many tokens as had come
+    records: list[RequestRecord]  # all requests, or those that had ended when the load was stopped
+    lost: list[RequestRecord]  # requests that ran when it was stopped and were lost, with an error
+    cut: list[RequestRecord]  # requests that ran when it was stopped, with the tokens that had come
     cpu_share: float  # CPU time of the generator's busiest process over the time that it ran; 1: a whole core
     stopped_at: float | None  # seconds after the start; none: it ended by itself
 
@@ -71,14 +71,14 @@ class _Report:
 
     records: list[RequestRecord]
     answered: bool  # True if all of its sessions have begun to be answered
-    lost: list[RequestRecord] = field(default_factory=list)  # of requests that run; each is told once
+    lost: list[RequestRecord] = field(default_factory=list)  # running requests that are lost; each is told once
     cut: list[RequestRecord] = field(default_factory=list)
     cpu_share: float | None = None
 
 
 Tick = Callable[[float, list[int]], None]  # seconds after the start, the generator's process ids
-Enough = Callable[[list[RequestRecord]], bool]  # of the requests that have ended, or that are lost
-Lost = Callable[[RequestRecord, float], bool]  # of a request that runs, seconds after the start
+Enough = Callable[[list[RequestRecord]], bool]  # judges the requests that have ended or are lost
+Lost = Callable[[RequestRecord, float], bool]  # judges a running request, seconds after the start
 
 
 def sessions_of(load: Sequence[TimedRequest]) -> list[Session]:

@@ -21,7 +21,7 @@ from minisgl.server.supervisor import Supervisor, bind
 
 STEP_MS = "MINISGL_STEP_MS"
 PROFILE_DIR = "MINISGL_PROFILE_DIR"
-ENTRIES = {  # what each kind of worker runs here
+ENTRIES = {  # entry point by kind of worker
     "scheduler": "measuring.instant_engine",
     "tokenizer": "minisgl.tokenizer.tokenizer_worker",
     "detokenizer": "minisgl.tokenizer.detokenizer_worker",

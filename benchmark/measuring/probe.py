@@ -24,7 +24,7 @@ class Judgement:
     """Rules that a probe is judged by."""
 
     slo: Slo
-    share: float  # of requests that must be within the objectives
+    share: float  # share of requests that must be within the objectives
     warm_up: int  # requests at the start of each probe that are not judged
     late_ms: float  # p99 of the generator's lateness above which nothing is judged
 
@@ -41,10 +41,10 @@ class Probe:
     rate: float  # requests per second that were planned
     pace: float | None  # times a trace's own
     verdict: Verdict
-    summary: LoadSummary | None  # of the judged requests that ended, or were lost when it was stopped; none: refused
+    summary: LoadSummary | None  # summary of the judged requests that ended or were lost; None: refused
     stopped: bool  # before its end, because so many had missed
     idle_seconds: float  # until the server was idle before it
-    seconds: float  # that it took after that
+    seconds: float  # seconds that it took after that
     late_p99_ms: float  # lateness of sends
     generator_cpu: float  # share of a core that its busiest process used
     cut: int  # requests, or sessions, that did not fit into the context

@@ -74,9 +74,9 @@ class LoadSummary:
     tbt_ms: Spread | None  # gaps between events with text
     tpot_ms: Spread | None  # mean time between the tokens of one answer
     end_to_end_ms: Spread | None
-    good_requests_per_second: float  # that met the objectives
+    good_requests_per_second: float  # requests within the objectives, per second
     good_share: float
-    hit_rate: float  # of prompt tokens, found in the server's prefix cache
+    hit_rate: float  # share of prompt tokens found in the server's prefix cache
     tokens_per_event: float
     send_delay_ms: Spread | None  # the generator's own lateness: large values mean that it is too slow
 

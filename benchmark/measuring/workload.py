@@ -13,7 +13,7 @@ import numpy as np
 from minisgl.core import Int32Array
 
 OFFLINE_IDS = 10001  # the headline's ids are 0 .. 10000
-FRESH_IDS = (300, 100001)  # of prompts for latencies
+FRESH_IDS = (300, 100001)  # ids of prompts for latencies
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,7 +142,7 @@ def _ask(source: Source, fact: Fact) -> tuple[str, str]:
 
 def _context(source: Source, budget: int) -> tuple[list[Fact], str]:
     """Different facts, and a text of about `budget` characters that states each of them once."""
-    share = source.pick([0.1, 0.3, 0.6, 1.0])  # of the text, what is facts
+    share = source.pick([0.1, 0.3, 0.6, 1.0])  # share of the text that is facts
     count = max(1, int(budget * share / 32))
     facts = _facts(source, count)
     if source.chance(0.2) and len({fact.attribute for fact in facts}) == 1:
