@@ -50,11 +50,11 @@ _SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# Those that families set though their configs begin with None.
+# Values that families set though their configs begin with None.
 _SET_THOUGH_NONE = ("deepseek_v2", "dots1", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "nemotron")
 _UNSET = ("head_dim", "num_key_value_heads", "num_experts", "n_routed_experts", "num_experts_per_tok")
 _LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu")
-# What a family asks for besides.
+# Values that a family asks for besides.
 _MORE: dict[str, dict[str, Any]] = {
     "dots1": {"n_group": 1, "topk_group": 1, "n_shared_experts": 1},
     # One key-value head for each query head, as where they are made of a latent; head_dim is what is rotated.

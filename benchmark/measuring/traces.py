@@ -88,7 +88,7 @@ def replay(
 def _prompt(blocks: Sequence[int], num_tokens: int, index: int, seed: int, vocab_size: int) -> Int32Array:
     num_blocks = -(-num_tokens // BLOCK_TOKENS)
     shared = [np.random.default_rng([seed, 0, block]) for block in blocks[:num_blocks]]
-    # What no block covers belongs to this request alone.
+    # Tokens that no block covers belong to this request alone.
     own = [np.random.default_rng([seed, 1, index, place]) for place in range(len(shared), num_blocks)]
     parts = [rng.integers(0, vocab_size, BLOCK_TOKENS, dtype=np.int32) for rng in [*shared, *own]]
     return np.concatenate(parts)[:num_tokens]

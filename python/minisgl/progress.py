@@ -26,7 +26,7 @@ class LineBar(tqdm):  # type: ignore[misc]
         self._says_end = leave
         self._last_line = time.monotonic()
         options |= {"mininterval": LINE_SECONDS, "delay": LINE_SECONDS, "miniters": 1}
-        # What tqdm writes beside `display` goes nowhere.
+        # Text that tqdm writes besides `display` goes nowhere.
         super().__init__(*args, **(options | {"file": io.StringIO(), "leave": False}))
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool:  # noqa: ARG002

@@ -97,7 +97,7 @@ class PagedDecode:
             k, v = keys[run.pages], values[run.pages]
         else:
             k, v = gather_pages(keys, run.pages), gather_pages(values, run.pages)
-        # What scaled_dot_product_attention runs on a CPU, which keeps the sums to itself.
+        # scaled_dot_product_attention runs this on a CPU, but does not return the sums.
         out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             queries[run.blocks],
             k.to(queries.dtype).transpose(1, 2),

@@ -17,7 +17,7 @@ from minisgl.kernel.signature import KernelSpec
 
 T = TypeVar("T")
 
-# How torch, cuBLAS and CUDA's driver word it. Not all of them raise torch.OutOfMemoryError.
+# Messages of torch, cuBLAS and CUDA's driver. Not all of them raise torch.OutOfMemoryError.
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA_ERROR_OUT_OF_MEMORY")
 _COPY_THREADS = 256
 

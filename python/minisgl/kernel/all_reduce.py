@@ -28,7 +28,7 @@ from minisgl.optional_packages import one_line
 
 logger = logging.getLogger(__name__)
 
-# As in all_reduce.cu.
+# Constants of all_reduce.cu.
 _VECTOR_BYTES = 16
 _BUFFERS = 3
 _EMPTY = -(2**31)

@@ -56,7 +56,7 @@ class CudaDelta:
             value_heads=heads.num_value_heads,
             width=width,
         )
-        # Where the device alone knows how many rows there are, a few times as many blocks as run at once suffice.
+        # If only the device knows how many rows there are, a few times as many blocks as run at once suffice.
         in_turn = -(-_WAVES * self._compiler.num_sms // heads.num_value_heads)
         step(
             (heads.num_value_heads, count if rows.lengths is None else min(count, in_turn)),

@@ -160,7 +160,7 @@ def delta_rule(
     right = torch.cat((v, k.unsqueeze(2) * total.exp().unsqueeze(-1)), dim=-1) * beta.unsqueeze(-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     corrections, from_state = solved[..., :value_dim].contiguous(), solved[..., value_dim:]
-    # What corrections and reads take from the state behind the chunk before: one product of twice the rows.
+    # Corrections and reads both take from the state behind the chunk before: one product of twice the rows.
     reading = torch.cat((from_state, q.unsqueeze(2) * total.exp().unsqueeze(-1)), dim=-2).flatten(0, 2)
     keys = (k.unsqueeze(2) * (total[..., -1:] - total).exp().unsqueeze(-1)).flatten(0, 2).transpose(-1, -2)
     passed = total[..., -1].exp().view(-1, 1, 1)

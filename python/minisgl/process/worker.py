@@ -105,7 +105,7 @@ class Worker:
     def ready(self, limits: Limits | None = None) -> Limits:
         """Say that this worker can work; return the engine's limits when all can. The scheduler says the limits."""
         self._pipe.send(Ready(limits))
-        # What the start made stays. A collection that looks at it all would halt the scheduler for 40 ms.
+        # Objects of the start stay. A collection that looks at all of them would halt the scheduler for 40 ms.
         gc.collect()
         gc.freeze()
         return self._serve.get()

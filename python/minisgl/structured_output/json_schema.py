@@ -35,7 +35,7 @@ _DATE = (
 )
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 NEAREST = 1e-6  # to an open end of a range
-# What JSON cannot write without \u, as such and, outside of classes, in regular expressions.
+# Characters that JSON cannot write without \u, as such and, outside of classes, in regular expressions.
 _CONTROL = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _ESCAPED_CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\(?:[0acv]|x[01]|x7[fF]|x\{|u00[01]|u007[fF]|u\{)")
 _CLASS = re.compile(r"(?<!\\)((?:\\\\)*)\[(?:[^\]\\]|\\.)*\]")

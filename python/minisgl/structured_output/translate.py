@@ -29,8 +29,8 @@ NOT_COMPLETE = "a template is no grammar before it is completed"
 SCHEMA_KINDS = ("json_object", "json_schema", "closed_json_schema")
 FIELDS = dict.fromkeys(SCHEMA_KINDS, "response_format")  # where most clients write it
 
-# Where JSON may have whitespace: a space, or a new line that is indented. Without a bound, models that are unsure what
-# comes next write whitespace for ever.
+# Whitespace between JSON's tokens: a space, or a new line that is indented. Without a bound, models that are unsure
+# what comes next write whitespace for ever.
 WHITESPACE = r" |\r?\n[ \t]{0,32}"
 SCHEMA_OPTIONS: JsonCompileOptions = {
     "whitespace_pattern": WHITESPACE,
@@ -122,7 +122,7 @@ def complete_template(template: Grammar, tokens: Mapping[str, int]) -> Grammar:
     """
 
     def filled(found: re.Match[str]) -> str:
-        # What is put in is not searched: it may be a client's, and say anything.
+        # Inserted text is not searched: it may be a client's, and say anything.
         if found["rule"]:
             inner = Grammar(*json.loads(found["grammar"]))
             return lark_rule(found["rule"], complete_template(inner, tokens) if inner.kind == "template" else inner)

@@ -96,7 +96,7 @@ class TextTokenizer:
         for chars in (num_tokens * CHARS_PER_TOKEN, self.most_chars(num_tokens)):
             part = text[:chars] if keep_first else text[-chars:]
             ids = self.encode(part, add_special_tokens, field)
-            # Where a text is cut, its tokens are not those of the whole: more than are kept must be there.
+            # At its cut a text's tokens are not those of the whole text, so more than are kept must be there.
             if len(part) == len(text) or self._outnumbers(len(ids), num_tokens):
                 break
         if len(ids) <= num_tokens:

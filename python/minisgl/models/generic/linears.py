@@ -69,7 +69,7 @@ class ReplacementLinear(Linear):
             weight, bias = padded_share(weight, tp), None if bias is None else padded_share(bias, tp)
         elif form != "whole":
             weight = share(weight, 1, tp)
-        # The same parameter, where it is, stays tied to the one that it was tied to.
+        # An unchanged parameter stays tied to the one that it was tied to.
         own = module.get_parameter("weight")
         self.weight = own if weight is own else nn.Parameter(weight.contiguous(), requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias.contiguous(), requires_grad=False)

@@ -51,7 +51,7 @@ def parse_prompt(
             raise InvalidRequest(
                 param, f"{param} has {len(value)} tokens, but {limits.context_limit}", CONTEXT_LENGTH_EXCEEDED
             )
-        # Of a prompt that is cut, nobody sees more than this of its end.
+        # A prompt that is cut keeps at most this much of its end.
         return IdsPrompt(pack_ids(checked_ids(value[-limits.max_seq_len :], limits, param)))
     raise InvalidRequest(param, f"{param} must be a string or a list of token ids")
 

@@ -130,7 +130,7 @@ if TYPE_CHECKING:
 else:
     SamplingBody = create_model("SamplingBody", __base__=QueuedBody, **_sampling_fields())
 
-# How the value of a field becomes a grammar.
+# Functions that make a grammar of a field's value.
 GRAMMARS: Mapping[str, Callable[[Any], Grammar | None]] = {
     "response_format": ResponseFormat.grammar,
     "guided_json": schema_grammar,

@@ -61,7 +61,7 @@ def use_of(functions: list[Tool], choice: ToolChoice, *, parallel: bool, passed_
         return ToolUse(passed_over=passed_over)
     if choice.mode == "required" and not functions:
         raise _no_tools()
-    # Those that may not be called are not shown: nothing else would keep the model from calling them.
+    # Tools that may not be called are not shown: nothing else would keep the model from calling them.
     called = [tool for tool in functions if choice.names is None or name_of(tool) in choice.names]
     return ToolUse(
         (functions if choice.named else called) or None,

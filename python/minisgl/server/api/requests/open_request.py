@@ -150,7 +150,7 @@ class OpenRequest:
         self._waiter: asyncio.Future[None] | None = None
         self._waits_for: Callable[[OpenRequest], bool] = OpenRequest._is_complete
 
-    # What the reader asks.
+    # Methods for the reader.
 
     async def accepted(self) -> None:
         """Wait until every prompt is valid and on its way."""
@@ -183,7 +183,7 @@ class OpenRequest:
     def cached_tokens(self) -> int:
         return sum(self._cached_tokens.values())
 
-    # What the client tells it.
+    # Methods for the engine client.
 
     def accept(self, accepted: Accepted) -> None:
         """Take note of an accepted prompt."""

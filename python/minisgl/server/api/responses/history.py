@@ -95,7 +95,7 @@ class History:
 
         return keep
 
-    # Of one that has ended.
+    # Methods on stored responses.
 
     async def response(self, id: str) -> bytes:
         """Return a response as JSON; ApiError if it is not there."""
