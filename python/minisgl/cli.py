@@ -116,7 +116,7 @@ def make_parser(*, serve: bool = False) -> argparse.ArgumentParser:
         type=int,
         default=1,
         metavar="N",
-        help="as many as --tp stands for --enable-expert-parallel, 1 for nothing",
+        help="equal to --tp: stands for --enable-expert-parallel; 1: no effect",
     )
     for flag, why in NO_EFFECT.items():
         same.add_argument(flag, action="append_const", const=flag, dest="no_effect", help=why)

@@ -34,58 +34,64 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     """The engine: its model, where it runs, and the memory it may use."""
 
     model_path: str  # a local folder
-    device: Annotated[Device, Setting("auto: cuda if there is one")] = "auto"
+    device: Annotated[Device, Setting("device that computes; auto: cuda if there is one")] = "auto"
     dtype: Annotated[
         Dtype,
-        Setting("of weights and computation; auto: the checkpoint's", values={"half": "float16", "float": "float32"}),
+        Setting(
+            "type of weights and computation; auto: the checkpoint's", values={"half": "float16", "float": "float32"}
+        ),
     ] = "auto"
     runner: Annotated[
         Runner,
         Setting(
             "generate: text; pooling: embeddings, scores or classes; auto: pooling if the folder has a modules.json of "
-            "sentence-transformers or the architecture no head for text",
+            "sentence-transformers, or if the architecture has no head for text",
             switches={"--is-embedding": "pooling"},
         ),
     ] = "auto"
     convert: Annotated[
         Convert,
         Setting(
-            "what a pooling model makes: embed: embeddings; classify: classes, or of a causal reranker the score that "
-            "it answers yes; auto: as the architecture and modules.json say",
+            "result of a pooling model; embed: embeddings; classify: classes, or for a causal reranker the score of "
+            "its answer yes; auto: as the architecture and modules.json say",
             values={"none": "auto"},
         ),
     ] = "auto"
     load_format: Annotated[
         LoadFormat,
-        Setting("dummy: random weights", switches={"--dummy-weight": "dummy"}, values={"auto": "safetensors"}),
+        Setting(
+            "source of the weights; dummy: random weights",
+            switches={"--dummy-weight": "dummy"},
+            values={"auto": "safetensors"},
+        ),
     ] = "safetensors"
     model_impl: Annotated[
         ModelImplementation,
         Setting(
-            "who computes the model; auto: this package if it knows the architecture, else transformers' modules with "
-            "attention over the paged KV cache",
+            "implementation of the model; auto: this package's if it knows the architecture, otherwise transformers' "
+            "modules with attention over the paged KV cache",
             values={"vllm": "minisgl", "sglang": "minisgl"},
         ),
     ] = "auto"
     quantization: Annotated[
         QuantizationMethod,
         Setting(
-            "auto: matrices as the checkpoint has them; fp8, int8, int4: rounded to these as they are loaded",
+            "format of matrices; auto: the checkpoint's; fp8, int8, int4: rounded to it as they are loaded",
             values=dict.fromkeys(("awq", "gptq", "awq_marlin", "gptq_marlin", "compressed-tensors", "mxfp4"), "auto"),
         ),
     ] = "auto"
     fp8_activations: Annotated[
         bool,
         Setting(
-            "round activations to FP8, too, where the checkpoint's format does, or with --quantization fp8, and a GPU "
+            "round activations to FP8, too, if the checkpoint's format or --quantization fp8 does, and the GPU "
             "multiplies FP8"
         ),
     ] = False
     attention: Annotated[
         str,
         Setting(
-            "attention: auto, fa, fi, varlen or torch, or two with a comma: for prefill (and mixed batches), for "
-            "decode (there also fused)",
+            "attention backend: auto, fa, fi, varlen, latent or torch, or two with a comma, for prefills (and mixed "
+            "batches) and for decodes (these also fused)",
             flags=("--attn", "--attention-backend"),
             metavar="NAME",
             keyword="attention_backend",
@@ -108,12 +114,12 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
         ),
     ] = "auto"
     page_size: Annotated[
-        int, Setting("tokens of a page of the KV cache", aliases=("--block-size",), metavar="TOKENS", ge=1)
+        int, Setting("tokens per page of the KV cache", aliases=("--block-size",), metavar="TOKENS", ge=1)
     ] = DEFAULT_PAGE_SIZE
     num_pages: Annotated[
         int | None,
         Setting(
-            "pages in the KV cache; none: as memory allows",
+            "pages in the KV cache; none: as many as memory allows",
             aliases=("--num-gpu-blocks-override",),
             metavar="PAGES",
             keyword="num_page_override",
@@ -123,7 +129,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     window_ratio: Annotated[
         float | None,
         Setting(
-            "pages of layers with a sliding window for each page of the others; none: what usual sequences need",
+            "pages of layers with a sliding window for each page of the others; none: as usual sequences need",
             aliases=("--swa-full-tokens-ratio",),
             metavar="RATIO",
             gt=0,
@@ -133,8 +139,8 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     memory_ratio: Annotated[
         float,
         Setting(
-            "share of the GPU's memory for weights and KV cache; on the CPU, of the free memory for the KV cache, "
-            "at most 8 GiB, and for 16 sequences of full length",
+            "share of the GPU's memory for weights and KV cache; on the CPU, share of the free memory for the KV "
+            "cache, which has at most 8 GiB and 16 sequences of full length",
             aliases=("--gpu-memory-utilization", "--mem-fraction-static"),
             metavar="RATIO",
             gt=0,
@@ -150,8 +156,8 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     state_snapshots: Annotated[
         int | None,
         Setting(
-            "states of recurrent layers (hybrid models) kept behind cached prefixes, from which later prompts go on; "
-            "0: no prefix is reused; none: as memory allows",
+            "snapshots of recurrent layers' states (hybrid models) kept behind cached prefixes, from which later "
+            "prompts continue; 0: no prefix is reused; none: as many as memory allows",
             ge=0,
         ),
     ] = None
@@ -179,12 +185,12 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     ] = None
     logprobs_mode: Annotated[
         LogprobsMode,
-        Setting("log-probabilities of the model's logits, or after penalties, biases, masks and temperature"),
+        Setting("logits whose log-probabilities are returned: raw, or after penalties, biases, masks and temperature"),
     ] = "raw_logprobs"
     tp_size: Annotated[
         int,
         Setting(
-            "GPUs, or processes on the CPU, that hold the model together",
+            "tensor-parallel ranks: GPUs, or processes on the CPU, among which the model is divided",
             flags=("--tp", "--tp-size", "--tensor-parallel-size"),
             aliases=("-tp",),
             ge=1,
@@ -192,12 +198,12 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
         ),
     ] = 1
     custom_all_reduce: Annotated[
-        bool, Setting("leave every sum over GPUs to NCCL, small ones too", flags=("--disable-custom-all-reduce",))
+        bool, Setting("use NCCL for every all-reduce, small ones too", flags=("--disable-custom-all-reduce",))
     ] = True
     expert_parallel: Annotated[
         bool,
         Setting(
-            "with --tp, each rank holds some experts whole, not a share of every one",
+            "with --tp, each rank holds some experts whole, not a part of every one",
             flags=("--enable-expert-parallel",),
             keyword="enable_expert_parallel",
         ),
@@ -205,8 +211,8 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     hang_timeout: Annotated[
         float,
         seconds(
-            "after which a rank that hangs ends all: it gives no sign of life, or no step ends and no CPU computes it; "
-            "longer than any step on a GPU; 0: never",
+            "time after which a rank that hangs ends the server: it does not answer, or no step ends and no CPU "
+            "computes it; longer than any step on a GPU; 0: never",
             aliases=("--watchdog-timeout",),
             ge=0,
         ),

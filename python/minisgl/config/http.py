@@ -17,8 +17,8 @@ class HttpConfig(Settings, frozen=True, kw_only=True):
     api_keys: Annotated[
         tuple[str, ...],
         Setting(
-            "clients must send one of these as bearer token; none: all routes are open; better in MINISGL_API_KEY "
-            "or a file: others see flags",
+            "keys of which clients must send one as bearer token; none: all routes are open; better in "
+            "MINISGL_API_KEY or a file, because other users see flags",
             flags=("--api-key",),
             metavar="KEY",
         ),
@@ -26,54 +26,61 @@ class HttpConfig(Settings, frozen=True, kw_only=True):
     admin_api_key: Annotated[
         str | None,
         Setting(
-            "key that /flush_cache, /abort and their like want instead of --api-key; better in "
-            "MINISGL_ADMIN_API_KEY; none: what opens the other routes opens these",
+            "key that /flush_cache, /abort and their aliases need instead of --api-key; better in "
+            "MINISGL_ADMIN_API_KEY; none: these need what all routes need",
             metavar="KEY",
         ),
     ] = None
     allowed_hosts: Annotated[
         tuple[str, ...],
         Setting(
-            "names of the server in clients' Host headers, besides localhost and addresses; * for any; none: any, "
-            "unless --host is a loopback address",
+            "names of the server in clients' Host headers, besides localhost and addresses; *: any; none: any, unless "
+            "--host is a loopback address",
             metavar="NAME",
         ),
     ] = ()
     allowed_origins: Annotated[
         tuple[str, ...],
-        Setting("web pages of other origins that may call (CORS); * for all; none: they are refused", metavar="ORIGIN"),
+        Setting(
+            "origins of web pages that may use the server (CORS); *: all; none: only the server's own", metavar="ORIGIN"
+        ),
     ] = ()
-    allowed_methods: Annotated[tuple[str, ...], Setting("that such pages may use", metavar="METHOD")] = ("*",)
-    allowed_headers: Annotated[tuple[str, ...], Setting("that such pages may send", metavar="HEADER")] = ("*",)
-    allow_credentials: Annotated[bool, Setting("such pages may send cookies")] = False
+    allowed_methods: Annotated[tuple[str, ...], Setting("methods that such pages may use", metavar="METHOD")] = ("*",)
+    allowed_headers: Annotated[tuple[str, ...], Setting("headers that such pages may send", metavar="HEADER")] = ("*",)
+    allow_credentials: Annotated[bool, Setting("let such pages send cookies")] = False
     root_path: Annotated[
-        str, Setting("that a reverse proxy puts before every route", aliases=("--fastapi-root-path",), metavar="PATH")
+        str,
+        Setting(
+            "prefix that a reverse proxy puts before every route", aliases=("--fastapi-root-path",), metavar="PATH"
+        ),
     ] = ""
     ssl_keyfile: Annotated[str | None, Setting("private key, for https", metavar="FILE")] = None
     ssl_certfile: Annotated[str | None, Setting("certificate, for https", metavar="FILE")] = None
     max_body_bytes: Annotated[int, Setting("largest body of a request", metavar="BYTES", ge=1)] = 8 * 1024 * 1024
-    ui: Annotated[
-        bool, Setting("no page at / that shows the server at work, and no /debug/state", flags=("--disable-ui",))
-    ] = True
+    ui: Annotated[bool, Setting("leave out the page at / and /debug/state", flags=("--disable-ui",))] = True
     response_store: Annotated[
         str | None,
-        Setting("SQLite file that keeps the responses of /v1/responses; none: they are not kept", metavar="FILE"),
+        Setting("SQLite file that stores the responses of /v1/responses; none: they are not stored", metavar="FILE"),
     ] = None
     response_store_bytes: Annotated[
-        int, Setting("of responses that are kept: the oldest make room", metavar="BYTES", ge=1)
+        int, Setting("size of all stored responses, beyond which the oldest are deleted", metavar="BYTES", ge=1)
     ] = 1024**3
     max_queued_requests: Annotated[
-        int, Setting("sequences (each choice is one) running or waiting; further requests get 503", ge=1)
+        int, Setting("most sequences (one for each choice) that run or wait; further requests get 503", ge=1)
     ] = 8192
-    max_choices: Annotated[int, Setting("choices of a prompt: n, best_of", ge=1)] = MAX_CHOICES
-    max_stop_strings: Annotated[int, Setting("stop strings of a request", ge=0, le=MAX_STOP_STRINGS)] = MAX_STOP_STRINGS
+    max_choices: Annotated[int, Setting("most choices of a prompt: n, best_of", ge=1)] = MAX_CHOICES
+    max_stop_strings: Annotated[int, Setting("most stop strings of a request", ge=0, le=MAX_STOP_STRINGS)] = (
+        MAX_STOP_STRINGS
+    )
     max_logprobs: Annotated[
-        int, Setting("alternatives per token that a request may ask for", ge=0, le=MAX_LOGPROBS)
+        int, Setting("most alternatives per token that a request may ask for", ge=0, le=MAX_LOGPROBS)
     ] = MAX_LOGPROBS
-    receive_timeout: Annotated[float, seconds("for a request to arrive whole", gt=0)] = 60.0
-    send_timeout: Annotated[float, seconds("after which a client that accepts no data is disconnected", gt=0)] = 300.0
+    receive_timeout: Annotated[float, seconds("time in which a request must arrive", gt=0)] = 60.0
+    send_timeout: Annotated[float, seconds("time after which a client that accepts no data is disconnected", gt=0)] = (
+        300.0
+    )
     health_timeout: Annotated[
-        float, seconds("without a heartbeat through all processes after which /health fails", gt=0)
+        float, seconds("time without a heartbeat through all processes after which /health fails", gt=0)
     ] = 60.0
 
     def limits(self, engine: Limits) -> Limits:

@@ -36,7 +36,7 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
     model_names: Annotated[
         tuple[str, ...],
         Setting(
-            "what clients call the model; the first name is in the answers; none: the hub id, or the folder",
+            "names of the model for clients; answers have the first; none: the hub id, or the folder",
             flags=("--served-model-name",),
             metavar="NAME",
         ),
@@ -74,15 +74,15 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
     structured_output_additional_properties: Annotated[
         bool,
         Setting(
-            "objects may have keys that their schema does not name, unless it forbids them, as in JSON Schema; else, "
-            "as with xgrammar in vLLM and SGLang, only if it allows them"
+            "let objects have keys that their schema does not name, unless it forbids them, as in JSON Schema; without "
+            "this flag they may only if it allows them, as with xgrammar in vLLM and SGLang"
         ),
     ] = False
     kv_events_config: Annotated[
         str | None,
         Setting(
-            "JSON that says where events of cached prefixes are published for routers, as in vLLM; on loopback unless "
-            "it names an endpoint; none: nowhere",
+            "JSON that says where KV events are published for routers, as in vLLM; on loopback unless it names an "
+            "endpoint; none: nowhere",
             metavar="JSON",
         ),
     ] = None
@@ -98,20 +98,20 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
     shutdown_timeout: Annotated[
         float,
         seconds(
-            "from SIGTERM to the server's end, in which running requests may finish; below what follows SIGTERM "
-            "with SIGKILL (Kubernetes 30, Docker 10); 0: end at once",
+            "time from SIGTERM to the server's end, in which running requests may finish; must be less than the time "
+            "after which SIGKILL follows (Kubernetes 30, Docker 10); 0: end at once",
             ge=0,
         ),
     ] = 25.0
-    log_level: Annotated[LogLevel, Setting("log what is at least this important", aliases=("--uvicorn-log-level",))] = (
-        "info"
+    log_level: Annotated[LogLevel, Setting("least level of log lines", aliases=("--uvicorn-log-level",))] = "info"
+    log_format: Annotated[LogFormat, Setting("json: a log line is an object with time, level, process and message")] = (
+        "text"
     )
-    log_format: Annotated[LogFormat, Setting("json: a log line is an object: time, level, process, message")] = "text"
     access_log: Annotated[
         bool,
         Setting(
-            "no line for each request with its method, path, status and milliseconds; probes of /health, /ready, "
-            "/ping and /metrics have theirs at --log-level debug alone",
+            "log no line for each request with its method, path, status and milliseconds; probes of /health, /ready, "
+            "/ping and /metrics have theirs only at --log-level debug",
             flags=("--disable-access-log",),
             aliases=("--no-access-log", "--disable-uvicorn-access-log"),
             switches={"--access-log": True},

@@ -42,7 +42,7 @@ class SourceConfig(Settings, frozen=True, kw_only=True):
         ),
     ] = DEMO_MODEL
     model_source: Annotated[
-        ModelSource, Setting("hub of the ids of models and tokenizers; modelscope needs the extra of that name")
+        ModelSource, Setting("hub of models and tokenizers; modelscope needs the extra of that name")
     ] = "huggingface"
     revision: Annotated[
         str | None, Setting("branch, tag or commit of the model on its hub; none: the newest", metavar="NAME")
@@ -62,8 +62,8 @@ class SourceConfig(Settings, frozen=True, kw_only=True):
     generation_config: Annotated[
         str,
         Setting(
-            "sampling defaults: auto: of the model's generation_config.json; vllm: none; or of a folder with such "
-            "a file",
+            "defaults of sampling parameters; auto: those of the model's generation_config.json; vllm: none; or a "
+            "folder with such a file",
             metavar="FOLDER",
         ),
     ] = "auto"
