@@ -120,7 +120,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m minisgl.shell",
         description="Chat with a running OpenAI-compatible server in the terminal. "
         "Where stdin or stdout is not a terminal: one question a line in, plain text out.",
-        epilog=f"A server that wants a key gets the one in the environment variable {API_KEY}.",
+        epilog=f"A server that needs a key gets the one in the environment variable {API_KEY}.",
         allow_abbrev=False,
     )
     parser.add_argument(

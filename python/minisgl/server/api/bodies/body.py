@@ -129,7 +129,7 @@ def validate(fields: dict[str, Any], model: type[B], limits: Limits) -> B:
     """Return the validated body; ApiError or InvalidRequest naming the field."""
     for name, neutral in model.not_supported.items():
         if name in fields and fields[name] not in neutral:
-            raise invalid(name, f"{name} is not supported yet")
+            raise invalid(name, f"{name} is not supported")
     try:
         body = model.model_validate(fields)
     except ValidationError as error:
