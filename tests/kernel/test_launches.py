@@ -307,6 +307,18 @@ def run_quantized() -> None:
                     assert product(many, weight._matrix, bias, None, dtype, gate="silu").shape == (300, 256)
 
 
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize(
+    ("rows", "size", "supported"), [(64, 2880, True), (33, 4096, True), (32, 2880, False), (64, 1024, False)]
+)
+def test_a_vocabulary_is_multiplied_where_it_was_measured(rows: int, size: int, supported: bool) -> None:
+    from minisgl.kernel.compile import Compiler
+    from minisgl.kernel.small_batch_gemm import SmallBatchGemm
+
+    x, weight = (torch.empty(count, size, dtype=torch.bfloat16) for count in (rows, 70_000))
+    assert SmallBatchGemm(Compiler(CPU)).supports(x, weight) == supported
+
+
 def run_moe(dtype: torch.dtype) -> None:
     from minisgl.kernel.compile import Compiler
     from minisgl.kernel.cuda_ops import CudaOps

@@ -21,7 +21,10 @@ _X_ROWS = 32, MAX_ROWS  # rows of x in a stage
 _BLOCK_K = 64  # columns of a stage, as in small_batch_gemm.cu
 _THREADS = 160  # threads per block, as in small_batch_gemm.cu
 _MIN_SIZE = 1 << 20  # fewest values of a weight; smaller ones leave most multiprocessors idle
-_MAX_WIDTH = 1 << 16  # most rows of a weight; cuBLAS reads a vocabulary's as fast as the memory can
+_MAX_WIDTH = 1 << 16  # most rows of a weight that is not a vocabulary's
+# cuBLAS reads a vocabulary's weight nearly at the memory's speed, too, but begins late. This kernel gains little, so it
+# is used only where it was measured: with K in this range, for more than 32 rows of x.
+_VOCABULARY_SIZES = range(2880, 4097)
 _SMALL = 1 << 23  # values of a weight up to which many narrow blocks hold it at once; larger ones stream
 _MAX_CLUSTER = 8
 _FEW_STEPS = 64  # stages of K up to which four blocks divide it rather than two, where x is as large as the weight
@@ -56,7 +59,7 @@ class SmallBatchGemm:
             _kind(dtype, rows, width, size, num_sms, gate=gate, before_attention=norm and gate is None)
             for width, size, norm, gate in products
             for rows in _X_ROWS
-            if self._supports(dtype, width, size)
+            if self._supports(dtype, rows, width, size)
         }
         self._compiler.begin(map(_spec, kinds))
 
@@ -65,19 +68,19 @@ class SmallBatchGemm:
         rows, size = x.shape
         return (
             _MIN_ROWS <= rows <= MAX_ROWS
-            and self._supports(x.dtype, len(weight), size)
+            and self._supports(x.dtype, rows, len(weight), size)
             and x.is_contiguous()
             and weight.is_contiguous()
         )
 
-    def _supports(self, dtype: torch.dtype, width: int, size: int) -> bool:
-        """Return True if the kernel supports a weight [width, size]."""
+    def _supports(self, dtype: torch.dtype, rows: int, width: int, size: int) -> bool:
+        """Return True if the kernel supports x [rows, size] and a weight [width, size]."""
         return (
             self._compiler.arch == 90
             and dtype in (torch.bfloat16, torch.float16)
             and size % _BLOCK_K == 0
             and width % 8 == 0
-            and width <= _MAX_WIDTH
+            and (width <= _MAX_WIDTH or (rows > _X_ROWS[0] and size in _VOCABULARY_SIZES))
             and width * size >= _MIN_SIZE
         )
 
@@ -160,7 +163,9 @@ def _kind(
     with the ring of two blocks on one: a larger ring would leave no L1.
     """
     steps, x_rows = size // _BLOCK_K, min(count for count in _X_ROWS if rows <= count)
-    if width * size <= _SMALL:
+    if width > _MAX_WIDTH:
+        block_n, split, blocks, before_attention = 128, 1, 2, False
+    elif width * size <= _SMALL:
         block_n, blocks = 32 if gate is None else 64, 2
         tiles = -(-width // block_n)
         before_attention = before_attention and tiles <= num_sms
