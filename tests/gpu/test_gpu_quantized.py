@@ -17,7 +17,7 @@ from minisgl import LLM, SamplingParams
 from minisgl.kernel.base import Norm, Ops
 from minisgl.kernel.fp8_rows import Fp8Rows
 from minisgl.kernel.fp8_schedule import schedule_tiles
-from minisgl.kernel.gemv_division import gemv_divisions
+from minisgl.kernel.gemv_tiling import gemv_tilings
 from minisgl.kernel.torch_ops import TorchOps
 from minisgl.quantization.gpu_layout import pack_levels
 from minisgl.quantization.levels import MIDDLE, LevelFormat, Levels
@@ -117,7 +117,7 @@ def test_sums_of_x_are_subtracted_exactly(ops: Ops, form: LevelFormat, dtype: to
 
 
 @pytest.mark.parametrize("form", [LevelFormat("int4", 128, True), INT4_FORMAT, LevelFormat("fp8")], ids=str)
-def test_a_lone_row_by_other_divisions(ops: Ops, form: LevelFormat) -> None:
+def test_a_lone_row_by_other_tilings(ops: Ops, form: LevelFormat) -> None:
     """Tiles that end beyond the weight, several tiles of a block, clusters, and warps without columns."""
     from minisgl.kernel.compile import Compiler
     from minisgl.kernel.quantized_gemm import QuantizedGemm
@@ -132,11 +132,11 @@ def test_a_lone_row_by_other_divisions(ops: Ops, form: LevelFormat) -> None:
     x[:, 7] *= 300
     want = reference.linear(x.double(), wide, None, residual.double())
     activated = reference.norm_gated_linear(x.double(), wide_norm, wide, activation="silu")
-    for division in list(gemv_divisions(form.kind, width, size, form.group, 132))[::31]:
-        y = gemm.product(x, plain, None, residual, division=division)
-        assert error(y, want) < TOLERANCE[torch.bfloat16], division
-        y = gemm.product(x, gated, norm=norm, gate="silu", division=division)
-        assert error(y, activated) < 9e-3, division  # of three roundings
+    for tiling in list(gemv_tilings(form.kind, width, size, form.group, 132))[::31]:
+        y = gemm.product(x, plain, None, residual, tiling=tiling)
+        assert error(y, want) < TOLERANCE[torch.bfloat16], tiling
+        y = gemm.product(x, gated, norm=norm, gate="silu", tiling=tiling)
+        assert error(y, activated) < 9e-3, tiling  # of three roundings
 
 
 def test_columns_in_another_order(ops: Ops) -> None:

@@ -1,4 +1,4 @@
-"""Division of a step's long chunks for csrc/latent_prefill.cu: which keys are expanded together, and who sees them.
+"""Blocks of keys of a step's long chunks, for csrc/latent_prefill.cu: which are expanded together, and who sees them.
 
 The cached tokens of a row and its new ones are one sequence of keys. With a buffer for 16,384 keys, rows of 9,000 and
 12,000 tokens are two blocks: one of 9,000 and 7,384 keys, and one of 4,616, whose result the kernel merges with that of

@@ -24,7 +24,7 @@ from minisgl.kernel.fp8_schedule import (
     beats_torch,
     schedule_tiles,
 )
-from minisgl.kernel.quantized_division import Division, divide_fp8, fp8_stage_bytes, sums_bytes
+from minisgl.kernel.quantized_tiling import Tiling, choose_fp8_tiling, fp8_stage_bytes, sums_bytes
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.optional_packages import import_error
 from minisgl.quantization.levels import LevelFormat, Levels
@@ -50,7 +50,7 @@ class _Kernel(NamedTuple):
     dtype: torch.dtype
     group: int
     gate: Activation | None
-    division: Division
+    tiling: Tiling
 
 
 def fp8_matrix(levels: Levels, *, gated: bool) -> Fp8Matrix | None:
@@ -81,12 +81,12 @@ class Fp8Gemm:
         specs = [_quantize_spec(dtype, dtype, weight.group, size)]
         if not weight.gated:
             specs.append(_quantize_groups_spec(dtype) if weight.group else _quantize_spec(dtype, None, 0, size))
-        divisions = {
-            self._division(rows, weight, before_attention=before_attention)
+        tilings = {
+            self._tiling(rows, weight, before_attention=before_attention)
             for rows in (8, 16, 32, 64, 128, 256)
             for before_attention in {False, not weight.gated}
         }
-        specs += [_product_spec(_Kernel(dtype, weight.group, gate, division)) for division in divisions]
+        specs += [_product_spec(_Kernel(dtype, weight.group, gate, tiling)) for tiling in tilings]
         if weight.group:
             specs.append(_persistent_spec(dtype, gate))
         self._compiler.begin(specs)
@@ -186,17 +186,17 @@ class Fp8Gemm:
         width, size = weight.codes.shape
         if out is None:
             out = torch.empty((x.rows, width if gate is None else width // 2), dtype=dtype, device=x.codes.device)
-        division = self._division(x.rows, weight, before_attention=before_attention)
-        kernel = self._compiler.kernel(_product_spec, _Kernel(dtype, weight.group, gate, division))
-        x_rows = division.x_rows(x.rows)
+        tiling = self._tiling(x.rows, weight, before_attention=before_attention)
+        kernel = self._compiler.kernel(_product_spec, _Kernel(dtype, weight.group, gate, tiling))
+        x_rows = tiling.x_rows(x.rows)
         if gate is None:
-            w_map = tensor_map(weight.codes, division.block_n, _LINE)
+            w_map = tensor_map(weight.codes, tiling.block_n, _LINE)
         else:
             groups = weight.codes.view(torch.uint8).view(2, width // 16, 8, size).transpose(0, 1)
-            w_map = tensor_map(groups, division.block_n // 16, 2, 8, _LINE)
+            w_map = tensor_map(groups, tiling.block_n // 16, 2, 8, _LINE)
         kernel(
-            (1, -(-x.rows // division.max_rows), -(-width // division.block_n)),
-            division.threads,
+            (1, -(-x.rows // tiling.max_rows), -(-width // tiling.block_n)),
+            tiling.threads,
             x_map=tensor_map(x.codes[: x.rows], x_rows, _LINE),
             w_map=w_map,
             x_scales=x.scales,
@@ -209,7 +209,7 @@ class Fp8Gemm:
             x_rows=x_rows,
             N=width,
             K=size,
-            cluster=division.split,
+            cluster=tiling.split,
         )
         return out
 
@@ -270,9 +270,9 @@ class Fp8Gemm:
         sms = self._compiler.num_sms
         return weight.group > 0 and beats_torch(rows, *weight.codes.shape, sms, launches=launches)
 
-    def _division(self, rows: int, weight: Fp8Matrix, *, before_attention: bool = False) -> Division:
+    def _tiling(self, rows: int, weight: Fp8Matrix, *, before_attention: bool = False) -> Tiling:
         sms = self._compiler.num_sms
-        return divide_fp8(rows, *weight.codes.shape, weight.group, sms, before_attention=before_attention)
+        return choose_fp8_tiling(rows, *weight.codes.shape, weight.group, sms, before_attention=before_attention)
 
 
 def _sglang_product() -> Callable[..., Tensor] | None:
@@ -318,13 +318,13 @@ def _persistent_spec(dtype: torch.dtype, gate: Activation | None) -> KernelSpec:
 
 
 def _product_spec(kind: _Kernel) -> KernelSpec:
-    division = kind.division
+    tiling = kind.tiling
     macros: Macros = {
         "SCALAR": SCALAR_NAMES[kind.dtype],
         "GROUP": kind.group,
         "GATED": int(kind.gate is not None),
         "GELU_TANH": int(kind.gate == "gelu_tanh"),
-        **division.macros,
+        **tiling.macros,
     }
-    shared_bytes = max(division.stages * fp8_stage_bytes(kind.group, division), sums_bytes(division))
-    return KernelSpec("fp8_gemm.cu", "fp8_gemm", macros, shared_bytes, division.sm_shared_bytes)
+    shared_bytes = max(tiling.stages * fp8_stage_bytes(kind.group, tiling), sums_bytes(tiling))
+    return KernelSpec("fp8_gemm.cu", "fp8_gemm", macros, shared_bytes, tiling.sm_shared_bytes)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from minisgl.kernel.base import Activation, Norm
 from minisgl.kernel.compile import Compiler, tensor_map
-from minisgl.kernel.gemv_division import GemvDivision, divide_gemv
-from minisgl.kernel.quantized_division import Division, divide_quantized, quantized_stage_bytes, sums_bytes
+from minisgl.kernel.gemv_tiling import GemvTiling, choose_gemv_tiling
+from minisgl.kernel.quantized_tiling import Tiling, choose_quantized_tiling, quantized_stage_bytes, sums_bytes
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.quantization.gpu_layout import CHUNK, PackedLevels
 from minisgl.quantization.levels import Kind, LevelFormat
@@ -35,7 +35,7 @@ class _Kernel(NamedTuple):
     gate: Activation | None
     gated: bool
     offsets: bool
-    division: Division | GemvDivision | None = None
+    tiling: Tiling | GemvTiling | None = None
     norm: bool = False
 
 
@@ -48,15 +48,15 @@ class QuantizedGemm:
     def begin_compiling(self, weight: PackedLevels, dtype: torch.dtype) -> None:
         """Begin to compile the products with a weight; with a gated one, those with silu."""
         gate: Activation | None = "silu" if weight.gated else None
-        divisions = {
-            self.division(weight, rows, before_attention=before_attention)
+        tilings = {
+            self.tiling(weight, rows, before_attention=before_attention)
             for rows in (1, 8, 16, 32, 64, 128, 256, MOST_ROWS)
             for before_attention in {False, not weight.gated}
         }
         specs = [
-            _product_spec(_kernel_of(weight, dtype, gate, division, norm=norm))
-            for division in divisions
-            for norm in {False, _norms(dtype, dtype, division)}
+            _product_spec(_kernel_of(weight, dtype, gate, tiling, norm=norm))
+            for tiling in tilings
+            for norm in {False, _norms(dtype, dtype, tiling)}
         ]
         self._compiler.begin([_values_spec(_kernel_of(weight, dtype)), *specs])
 
@@ -89,43 +89,43 @@ class QuantizedGemm:
         gate: Activation | None = None,
         before_attention: bool = False,
         out: Tensor | None = None,
-        division: Division | GemvDivision | None = None,
+        tiling: Tiling | GemvTiling | None = None,
     ) -> Tensor:
         """[M, N], or [M, N / 2] with the activation of a `gate`; see Ops.linear and norm_gated_linear.
 
-        `norm`: RMSNorm of x, only where `norms` returns True. `division`: instead of the estimated best.
+        `norm`: RMSNorm of x, only where `norms` returns True. `tiling`: instead of the estimated best.
         """
         rows, (width, size) = len(x), (weight.width, weight.size)
         outputs = width if gate is None else width // 2
         if out is None:
             out = x.new_empty((rows, outputs))
-        if division is None:
-            division = self.division(weight, rows, before_attention=before_attention)
-        kind = _kernel_of(weight, x.dtype, gate, division, norm=norm is not None)
+        if tiling is None:
+            tiling = self.tiling(weight, rows, before_attention=before_attention)
+        kind = _kernel_of(weight, x.dtype, gate, tiling, norm=norm is not None)
         kernel = self._compiler.kernel(_product_spec, kind)
         shared: dict[str, object] = {"weight": weight.words, "scales": weight.group_scales, "bias": bias}
-        shared |= {"residual": residual, "out": out, "N": width, "K": size, "cluster": division.split}
+        shared |= {"residual": residual, "out": out, "N": width, "K": size, "cluster": tiling.split}
         late: dict[str, object] = {"norm": None, "eps": 0.0} if norm is None else {"norm": norm.weight, "eps": norm.eps}
-        if isinstance(division, GemvDivision):
-            kernel((1, division.clusters), division.threads, x=x, row_scales=weight.row_scales, **late, **shared)
+        if isinstance(tiling, GemvTiling):
+            kernel((1, tiling.clusters), tiling.threads, x=x, row_scales=weight.row_scales, **late, **shared)
             return out
-        grid = 1, -(-rows // division.max_rows), -(-width // division.block_n)
-        scaling = late if division.skinny else {"row_scales": weight.row_scales}
-        x_rows = division.x_rows(rows)
-        kernel(grid, division.threads, x_map=tensor_map(x, x_rows, 64), M=rows, x_rows=x_rows, **scaling, **shared)
+        grid = 1, -(-rows // tiling.max_rows), -(-width // tiling.block_n)
+        scaling = late if tiling.skinny else {"row_scales": weight.row_scales}
+        x_rows = tiling.x_rows(rows)
+        kernel(grid, tiling.threads, x_map=tensor_map(x, x_rows, 64), M=rows, x_rows=x_rows, **scaling, **shared)
         return out
 
     def norms(self, x: Tensor, weight: PackedLevels, norm: Norm) -> bool:
         """Return True if the product applies the RMSNorm of x itself."""
-        return _norms(x.dtype, norm.weight.dtype, self.division(weight, len(x)))
+        return _norms(x.dtype, norm.weight.dtype, self.tiling(weight, len(x)))
 
-    def division(self, weight: PackedLevels, rows: int, *, before_attention: bool = False) -> Division | GemvDivision:
-        """Return the division of a product of `rows` rows; see `divide_gemv` and `divide_quantized`."""
+    def tiling(self, weight: PackedLevels, rows: int, *, before_attention: bool = False) -> Tiling | GemvTiling:
+        """Return the tiling of a product of `rows` rows; see `choose_gemv_tiling` and `choose_quantized_tiling`."""
         if rows == 1:
-            gemv = divide_gemv(weight.kind, weight.width, weight.size, weight.group, self._compiler.num_sms)
+            gemv = choose_gemv_tiling(weight.kind, weight.width, weight.size, weight.group, self._compiler.num_sms)
             if gemv is not None:
                 return gemv
-        return divide_quantized(
+        return choose_quantized_tiling(
             weight.kind,
             rows,
             weight.width,
@@ -155,9 +155,9 @@ class QuantizedGemm:
         return out
 
 
-def _norms(dtype: torch.dtype, norm_dtype: torch.dtype, division: Division | GemvDivision) -> bool:
+def _norms(dtype: torch.dtype, norm_dtype: torch.dtype, tiling: Tiling | GemvTiling) -> bool:
     """Return True if a kernel applies the RMSNorm of x itself; see `_norms_late` of cuda_ops.py for float16."""
-    late = isinstance(division, GemvDivision) or division.skinny
+    late = isinstance(tiling, GemvTiling) or tiling.skinny
     return late and dtype == norm_dtype == torch.bfloat16
 
 
@@ -165,11 +165,11 @@ def _kernel_of(
     weight: PackedLevels,
     dtype: torch.dtype,
     gate: Activation | None = None,
-    division: Division | GemvDivision | None = None,
+    tiling: Tiling | GemvTiling | None = None,
     *,
     norm: bool = False,
 ) -> _Kernel:
-    return _Kernel(dtype, weight.kind, weight.group, gate, weight.gated, weight.offsets, division, norm)
+    return _Kernel(dtype, weight.kind, weight.group, gate, weight.gated, weight.offsets, tiling, norm)
 
 
 def _macros(kind: _Kernel) -> dict[str, str | int]:
@@ -188,12 +188,12 @@ def _values_spec(kind: _Kernel) -> KernelSpec:
 
 
 def _product_spec(kind: _Kernel) -> KernelSpec:
-    division = kind.division
-    assert division is not None
-    macros: Macros = {**_macros(kind), **division.macros, "NORM": int(kind.norm)}
-    if isinstance(division, GemvDivision):
-        return KernelSpec("quantized_gemv.cu", "quantized_gemv", macros, division.shared_bytes, _ALL_SHARED)
-    ring = division.stages * quantized_stage_bytes(kind.kind, kind.group, division)
-    shared_bytes = max(ring, sums_bytes(division))
-    name = "skinny_int4_gemm" if division.skinny else "quantized_gemm"
-    return KernelSpec(f"{name}.cu", name, macros, shared_bytes, division.sm_shared_bytes)
+    tiling = kind.tiling
+    assert tiling is not None
+    macros: Macros = {**_macros(kind), **tiling.macros, "NORM": int(kind.norm)}
+    if isinstance(tiling, GemvTiling):
+        return KernelSpec("quantized_gemv.cu", "quantized_gemv", macros, tiling.shared_bytes, _ALL_SHARED)
+    ring = tiling.stages * quantized_stage_bytes(kind.kind, kind.group, tiling)
+    shared_bytes = max(ring, sums_bytes(tiling))
+    name = "skinny_int4_gemm" if tiling.skinny else "quantized_gemm"
+    return KernelSpec(f"{name}.cu", name, macros, shared_bytes, tiling.sm_shared_bytes)

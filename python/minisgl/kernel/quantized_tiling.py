@@ -1,6 +1,6 @@
-"""Division of products with quantized weights among blocks: csrc/quantized_gemm.cu, skinny_int4_gemm.cu, fp8_gemm.cu.
+"""Tilings of products with quantized weights: csrc/quantized_gemm.cu, skinny_int4_gemm.cu, fp8_gemm.cu.
 
-Sizes of blocks and the costs below are those of the fastest divisions measured on an H200 (docs/log.md).
+Sizes of blocks and the costs below are those of the fastest tilings measured on an H200 (docs/log.md).
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _MAX_STAGES = 16
 _RING_BEFORE_ATTENTION = 110 << 10
 _SHARED_BEFORE_ATTENTION_OF_SOME = 164 << 10  # more than _FEW_ROWS
 _MOST_EARLY_ROWS = 64  # of steps whose attention begins early
-_BANDWIDTH = 4.2e6  # bytes a microsecond
-_EMPTY = 0.4  # share of the memory's time that is lost where places of the last wave are empty
-_PLACES_OF_FOUR = 0.9  # share of the places for blocks that clusters of four fill: each lies in one part of the device
+BANDWIDTH = 4.2e6  # bytes a microsecond
+_EMPTY = 0.4  # share of the memory's time that is lost where blocks are missing from the last wave
+# Share of the multiprocessors that clusters of four can fill, because each must lie within one GPC of the GPU.
+FILLED_BY_FOUR = 0.9
 
 
 class _Block(NamedTuple):
@@ -79,8 +80,8 @@ _FP8_BLOCK_COSTS = _FP8_COSTS | {
 _BEGIN = {1: 2.0, 2: 3.4, 4: 3.9}  # microseconds by split: to begin, to exchange sums and to end
 
 
-class Division(NamedTuple):
-    """Division of a product among blocks: macros of the kernels."""
+class Tiling(NamedTuple):
+    """Tile of a block of threads, and how the block works through it: macros of the kernels."""
 
     max_rows: int  # of x, of a block
     warpgroups: int  # of 64 rows of the weight each
@@ -137,8 +138,8 @@ class Division(NamedTuple):
         return -(-rows // self.max_rows) * -(-width // self.block_n)
 
 
-_Staged: TypeAlias = Callable[[_Block, int, int], Division | None]
-"""Division by a block, of so many rows of x, with stages of so many columns; None: they do not suit."""
+_Staged: TypeAlias = Callable[[_Block, int, int], Tiling | None]
+"""Tiling with a kind of block, of so many rows of x, with stages of so many columns; None: they do not suit."""
 
 
 def ring_bytes(blocks: int, sm_shared_bytes: int = 0) -> int:
@@ -146,29 +147,29 @@ def ring_bytes(blocks: int, sm_shared_bytes: int = 0) -> int:
     return (_RING_BEFORE_ATTENTION if sm_shared_bytes else 216 << 10) // blocks // 1024 * 1024
 
 
-def sums_bytes(division: Division) -> int:
+def sums_bytes(tiling: Tiling) -> int:
     """Memory of a block's own sums, and of those that others send it (csrc/sums.cuh)."""
-    own = division.block_n * (division.max_rows + 2) * 4
-    parts = division.warps if division.skinny else division.k_parts - 1
-    return own * max(parts, 1 if division.split == 1 else 2)
+    own = tiling.block_n * (tiling.max_rows + 2) * 4
+    parts = tiling.warps if tiling.skinny else tiling.k_parts - 1
+    return own * max(parts, 1 if tiling.split == 1 else 2)
 
 
-def quantized_stage_bytes(kind: Kind, group: int, division: Division) -> int:
+def quantized_stage_bytes(kind: Kind, group: int, tiling: Tiling) -> int:
     """Size of a stage of quantized_gemm.cu: columns of x, of the weight's rows, and their scales.
 
     One of skinny_int4_gemm.cu has those of the norm's weight, too.
     """
-    weight = TILE * division.block_k * BITS[kind] // 8
-    scales = division.block_k // group * TILE * 4 if group else 0
-    x_rows = division.max_rows + (1 if division.skinny else 0)
-    size = x_rows * division.block_k * 2 + division.block_n // TILE * (weight + scales)
+    weight = TILE * tiling.block_k * BITS[kind] // 8
+    scales = tiling.block_k // group * TILE * 4 if group else 0
+    x_rows = tiling.max_rows + (1 if tiling.skinny else 0)
+    size = x_rows * tiling.block_k * 2 + tiling.block_n // TILE * (weight + scales)
     return -(-size // 1024) * 1024
 
 
-def fp8_stage_bytes(group: int, division: Division) -> int:
+def fp8_stage_bytes(group: int, tiling: Tiling) -> int:
     """Size of a stage of fp8_gemm.cu: columns of x and of the weight's rows, and x's scales."""
-    scales = division.block_k // group * division.max_rows * 4 if group else 0
-    size = (division.max_rows + division.block_n) * division.block_k + scales
+    scales = tiling.block_k // group * tiling.max_rows * 4 if group else 0
+    size = (tiling.max_rows + tiling.block_n) * tiling.block_k + scales
     return -(-size // 1024) * 1024
 
 
@@ -178,7 +179,7 @@ def skinny_rows(group: int) -> int:
 
 
 @lru_cache(1 << 14)
-def divide_quantized(
+def choose_quantized_tiling(
     kind: Kind,
     rows: int,
     width: int,
@@ -187,28 +188,28 @@ def divide_quantized(
     num_sms: int,
     *,
     before_attention: bool = False,
-) -> Division:
-    """Divide x [rows, size] @ weight [width, size]^T of quantized_gemm.cu, or of skinny_int4_gemm.cu.
+) -> Tiling:
+    """Tile x [rows, size] @ weight [width, size]^T for quantized_gemm.cu, or for skinny_int4_gemm.cu.
 
     `before_attention`: what comes next wants an L1 cache, if it begins early; it gets none where rings are small
     (skinny_int4_gemm.cu, which would lose more) or three stages would not fit beside it.
     """
 
-    def staged(shared: int, block: _Block, max_rows: int, block_k: int) -> Division | None:
+    def staged(shared: int, block: _Block, max_rows: int, block_k: int) -> Tiling | None:
         part = block_k // block.k_parts
         whole = TILE if kind == "int4" or block.k_parts > 1 else 32
         if part % whole or (group and block_k % group) or (part > 128 and max_rows == _LARGE_BLOCK):
             return None
-        division = _division(block, max_rows, block_k, shared, producers=_producers(block, rows))
-        stages = ring_bytes(block.blocks, shared) // quantized_stage_bytes(kind, group, division)
-        return division._replace(stages=stages) if stages >= _MIN_STAGES else None
+        tiling = _tiling(block, max_rows, block_k, shared, producers=_producers(block, rows))
+        stages = ring_bytes(block.blocks, shared) // quantized_stage_bytes(kind, group, tiling)
+        return tiling._replace(stages=stages) if stages >= _MIN_STAGES else None
 
-    def skinny(block: _Block, max_rows: int, block_k: int) -> Division | None:
+    def skinny(block: _Block, max_rows: int, block_k: int) -> Tiling | None:
         if block_k != _SKINNY_COLUMNS:
             return None
-        division = _division(block, max_rows, block_k, 0, producers=32)._replace(skinny=True)
-        stages = min(ring_bytes(block.blocks) // quantized_stage_bytes(kind, group, division), _MAX_STAGES)
-        return division._replace(stages=stages // division.warps * division.warps)
+        tiling = _tiling(block, max_rows, block_k, 0, producers=32)._replace(skinny=True)
+        stages = min(ring_bytes(block.blocks) // quantized_stage_bytes(kind, group, tiling), _MAX_STAGES)
+        return tiling._replace(stages=stages // tiling.warps * tiling.warps)
 
     weight_bytes = width * size * BITS[kind] // 8
     if kind == "int4" and rows <= skinny_rows(group) and size % _SKINNY_COLUMNS == 0:
@@ -219,13 +220,16 @@ def divide_quantized(
 
 
 @lru_cache(1 << 14)
-def divide_fp8(
+def choose_fp8_tiling(
     rows: int, width: int, size: int, group: int, num_sms: int, *, before_attention: bool = False
-) -> Division:
-    """Divide x [rows, size] @ weight [width, size]^T of fp8_gemm.cu; `before_attention` as in `divide_quantized`."""
+) -> Tiling:
+    """Tile x [rows, size] @ weight [width, size]^T for fp8_gemm.cu.
+
+    `before_attention` as in `choose_quantized_tiling`.
+    """
     shared = _sm_shared_bytes(rows) if before_attention else 0
 
-    def staged(block: _Block, max_rows: int, block_k: int) -> Division | None:
+    def staged(block: _Block, max_rows: int, block_k: int) -> Tiling | None:
         part = block_k // block.k_parts
         large, producers = max_rows == _LARGE_BLOCK, _producers(block, rows)
         crowded = max_rows == _SOME_ROWS and block.blocks == 3 and producers > 32
@@ -235,9 +239,9 @@ def divide_fp8(
             return None
         if large and block.row_groups == 3:
             producers = 128
-        division = _division(block, max_rows, block_k, shared, producers=producers)
-        stages = ring_bytes(block.blocks, shared) // fp8_stage_bytes(group, division)
-        return division._replace(stages=stages) if stages >= (_MIN_STAGES if max_rows <= _FEW_ROWS else 2) else None
+        tiling = _tiling(block, max_rows, block_k, shared, producers=producers)
+        stages = ring_bytes(block.blocks, shared) // fp8_stage_bytes(group, tiling)
+        return tiling._replace(stages=stages) if stages >= (_MIN_STAGES if max_rows <= _FEW_ROWS else 2) else None
 
     counts_last = group > 0 and rows > _FEW_ROWS
     costs = _FP8_BLOCK_COSTS if counts_last else _FP8_COSTS
@@ -256,10 +260,10 @@ def _producers(block: _Block, rows: int) -> int:
     return 64 if rows <= _SOME_ROWS or block.blocks == 1 else 32
 
 
-def _division(block: _Block, max_rows: int, block_k: int, shared: int, *, producers: int) -> Division:
-    """Return an undivided block whose stages are still to be counted."""
+def _tiling(block: _Block, max_rows: int, block_k: int, shared: int, *, producers: int) -> Tiling:
+    """Return a tiling without split-K whose stages are still to be counted."""
     warpgroups = block.row_groups * block.k_parts
-    return Division(max_rows, warpgroups, 1, block_k, 0, block.blocks, producers, block.k_parts, sm_shared_bytes=shared)
+    return Tiling(max_rows, warpgroups, 1, block_k, 0, block.blocks, producers, block.k_parts, sm_shared_bytes=shared)
 
 
 def _candidates(
@@ -267,7 +271,7 @@ def _candidates(
     staged: _Staged,
     rows: int,
     size: int,
-) -> Iterator[tuple[_Block, Division]]:
+) -> Iterator[tuple[_Block, Tiling]]:
     """Yield blocks for so many rows with the widest stages that fit, for each split of K."""
     few = rows <= _FEW_ROWS
     for block in costs:
@@ -275,11 +279,11 @@ def _candidates(
             continue
         max_rows = next(each for each in (8, 16, block.max_rows) if rows <= each or each == block.max_rows)
         sizes = [staged(block, max_rows, each) for each in (256, 128, 64) if size % each == 0]
-        division = next((each for each in sizes if each is not None), None)
+        tiling = next((each for each in sizes if each is not None), None)
         for split in (1, 2, 4):
-            if division is not None and (split == 1 or size // division.block_k >= 2 * split):
-                steps = -(-size // division.block_k // split)
-                yield block, division._replace(split=split, stages=max(2, min(division.stages, steps, _MAX_STAGES)))
+            if tiling is not None and (split == 1 or size // tiling.block_k >= 2 * split):
+                steps = -(-size // tiling.block_k // split)
+                yield block, tiling._replace(split=split, stages=max(2, min(tiling.stages, steps, _MAX_STAGES)))
 
 
 def _cheapest(
@@ -292,27 +296,27 @@ def _cheapest(
     num_sms: int,
     *,
     counts_last_wave: bool = False,
-) -> Division:
-    """Return the division of the least estimated time, staged in the first way that suits any block.
+) -> Tiling:
+    """Return the tiling with the least estimated time, staged in the first way that suits any block.
 
     `counts_last_wave`: beginnings of later waves are in part hidden by other blocks of a multiprocessor, but the last
     one leaves the memory idle. Else the former count in full, the latter not at all.
     """
 
-    def cost(candidate: tuple[_Block, Division]) -> float:
+    def cost(candidate: tuple[_Block, Tiling]) -> float:
         """Estimate microseconds: of the memory, or of the multiprocessor that has most to do."""
-        block, division = candidate
-        count = division.tiles(rows, width) * division.split
-        places = int(num_sms * block.blocks * (_PLACES_OF_FOUR if division.split == 4 else 1))
-        waves = -(-count // places)
-        # In later waves a place is taken again as soon as it is free: the mean, and half of the other places.
+        block, tiling = candidate
+        count = tiling.tiles(rows, width) * tiling.split
+        at_a_time = int(num_sms * block.blocks * (FILLED_BY_FOUR if tiling.split == 4 else 1))
+        waves = -(-count // at_a_time)
+        # In later waves a block begins as soon as another has ended: the mean, and half of the other blocks beside it.
         load = max(-(-count // num_sms), block.blocks if waves == 1 else count / num_sms + (block.blocks - 1) / 2)
-        alone = size / division.split / 1024 * costs[block]
-        memory, later = weight_bytes / _BANDWIDTH, float(waves - 1)
+        alone = size / tiling.split / 1024 * costs[block]
+        memory, later = weight_bytes / BANDWIDTH, float(waves - 1)
         if counts_last_wave and waves > 1:
-            memory += _EMPTY * (waves - count / places) * alone * block.blocks
+            memory += _EMPTY * (waves - count / at_a_time) * alone * block.blocks
             later /= block.blocks
-        return max(load * alone, memory) + _BEGIN[division.split] * (1 + later)
+        return max(load * alone, memory) + _BEGIN[tiling.split] * (1 + later)
 
     found = (list(_candidates(costs, staged, rows, size)) for staged in stagings)
     return min(next(filter(None, found)), key=cost)[1]

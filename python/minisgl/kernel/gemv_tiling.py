@@ -1,4 +1,4 @@
-"""Division of a lone row's products with quantized weights among blocks of csrc/quantized_gemv.cu."""
+"""Tilings of a lone row's products with quantized weights: csrc/quantized_gemv.cu."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
+from minisgl.kernel.quantized_tiling import BANDWIDTH, FILLED_BY_FOUR
 from minisgl.quantization.gpu_layout import BITS
 from minisgl.quantization.levels import Kind
 
@@ -16,13 +17,10 @@ _MAX_SHARED_BYTES = 190 << 10  # per block, so that a block of attention fits be
 _MIN_SHARED_BYTES = 116 << 10  # per block, so that no other block of this kernel fits beside it
 _MAX_STAGES = 8
 _MIN_STAGES = 2
-_BANDWIDTH = 4.2e6  # bytes a microsecond
-# Share of the multiprocessors that clusters of four can fill, because each must lie within one GPC of the GPU.
-_FILLED_BY_FOUR = 0.9
 
 
-class GemvDivision(NamedTuple):
-    """Division of a product by quantized_gemv.cu: macros of the kernel, and the size of its persistent grid."""
+class GemvTiling(NamedTuple):
+    """Tile of a block of quantized_gemv.cu, which are macros of the kernel, and the size of its persistent grid."""
 
     row_blocks: int  # blocks of 16 rows of the weight in a tile
     split: int  # blocks of a cluster, which divide K
@@ -43,20 +41,20 @@ class GemvDivision(NamedTuple):
         return names | {"SLICES": self.slices, "STAGES": self.stages}
 
 
-def gemv_divisions(kind: Kind, width: int, size: int, group: int, num_sms: int) -> Iterator[GemvDivision]:
-    """Yield the divisions that fit, one block on a multiprocessor; see `divide_gemv`."""
+def gemv_tilings(kind: Kind, width: int, size: int, group: int, num_sms: int) -> Iterator[GemvTiling]:
+    """Yield the tilings that fit, one block on a multiprocessor; see `choose_gemv_tiling`."""
     for row_blocks, split, warps in product(range(1, 9), (1, 2, 4), range(8, 17)):
-        division = gemv_division(kind, width, size, group, num_sms, row_blocks, split, warps)
-        if division is not None:
-            yield division
+        tiling = gemv_tiling(kind, width, size, group, num_sms, row_blocks, split, warps)
+        if tiling is not None:
+            yield tiling
 
 
-def gemv_division(
+def gemv_tiling(
     kind: Kind, width: int, size: int, group: int, num_sms: int, row_blocks: int, split: int, warps: int
-) -> GemvDivision | None:
-    """Return the division with as many stages as fit into shared memory; None if fewer than two do."""
+) -> GemvTiling | None:
+    """Return the tiling with as many stages as fit into shared memory; None if fewer than two do."""
     tiles = -(-width // (16 * row_blocks))
-    at_a_time = int(num_sms * (_FILLED_BY_FOUR if split == 4 else 1)) // split
+    at_a_time = int(num_sms * (FILLED_BY_FOUR if split == 4 else 1)) // split
     clusters = -(-tiles // -(-tiles // at_a_time))
     slices = -(-size // (_SLICE * split * warps))
     sums_bytes = -(-(16 * row_blocks + 1) // 4) * 16
@@ -66,7 +64,7 @@ def gemv_division(
     if stages < _MIN_STAGES:
         return None
     shared_bytes = max(fixed + stages * stage, _MIN_SHARED_BYTES)
-    return GemvDivision(row_blocks, split, warps, slices, stages, clusters, shared_bytes)
+    return GemvTiling(row_blocks, split, warps, slices, stages, clusters, shared_bytes)
 
 
 def _row_block_bytes(kind: Kind, group: int) -> int:
@@ -75,21 +73,20 @@ def _row_block_bytes(kind: Kind, group: int) -> int:
 
 
 @lru_cache(1 << 14)
-def divide_gemv(kind: Kind, width: int, size: int, group: int, num_sms: int) -> GemvDivision | None:
-    """Return the fastest division of x [size] @ weight [width, size]^T; None if the kernel does not support it."""
+def choose_gemv_tiling(kind: Kind, width: int, size: int, group: int, num_sms: int) -> GemvTiling | None:
+    """Return the fastest tiling of x [size] @ weight [width, size]^T; None if the kernel does not support it."""
     if kind not in _KINDS or size % _SLICE:
         return None
 
-    def cost(division: GemvDivision) -> float:
+    def cost(tiling: GemvTiling) -> float:
         """Estimate microseconds of a multiprocessor, bound by memory or by instructions. Fitted to an H200."""
-        tiles = -(-width // (16 * division.row_blocks * division.clusters))
-        slices = -(-size // (_SLICE * division.split))
-        memory = division.row_blocks * _row_block_bytes(kind, group) * slices * tiles * num_sms / _BANDWIDTH
-        slices_of_scheduler = (
-            division.slices * -(-division.warps // 4) * tiles
-        )  # per scheduler, of which a multiprocessor has four
-        instructions = slices_of_scheduler * (120 + 55 * division.row_blocks) / 1000
-        epilogues = tiles * (1.3 if division.split > 1 else 0.3)
+        tiles = -(-width // (16 * tiling.row_blocks * tiling.clusters))
+        slices = -(-size // (_SLICE * tiling.split))
+        memory = tiling.row_blocks * _row_block_bytes(kind, group) * slices * tiles * num_sms / BANDWIDTH
+        # A multiprocessor has four schedulers.
+        slices_of_scheduler = tiling.slices * -(-tiling.warps // 4) * tiles
+        instructions = slices_of_scheduler * (120 + 55 * tiling.row_blocks) / 1000
+        epilogues = tiles * (1.3 if tiling.split > 1 else 0.3)
         return max(memory, instructions) + 0.2 * instructions + epilogues
 
-    return min(gemv_divisions(kind, width, size, group, num_sms), key=cost, default=None)
+    return min(gemv_tilings(kind, width, size, group, num_sms), key=cost, default=None)
