@@ -17,7 +17,7 @@ constexpr bool AHEAD_OF_PRODUCTS = GROUP && PART_LINES * TILES <= 8;  // registe
 constexpr int X_LINE = M_MAX * LINE;               // bytes
 constexpr int W_LINE = BLOCK_N * LINE;
 constexpr int S_LINE = GROUP ? M_MAX * 4 : 0;
-constexpr int W_AT = LINES * X_LINE, S_AT = W_AT + LINES * W_LINE;  // of a stage
+constexpr int W_AT = LINES * X_LINE, S_AT = W_AT + LINES * W_LINE;  // bytes of x in a stage
 constexpr int STAGE = (S_AT + LINES * S_LINE + 1023) / 1024 * 1024;
 
 extern __shared__ __align__(1024) unsigned char memory[];  // the ring; then the sums
@@ -62,9 +62,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fp8_gemm(
   __shared__ __align__(16) float row_scales[GROUP ? 4 : M_MAX];  // of x
   __shared__ BlockScales block_scales;
   int split = blockIdx.x, thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
-  int first = blockIdx.y * x_rows;  // of x
+  int first = blockIdx.y * x_rows;  // first row of x
   M = min(M, first + x_rows);       // where the block's rows of x end
-  int x_bytes = LINES * (x_rows * LINE + S_LINE);  // of a stage
+  int x_bytes = LINES * (x_rows * LINE + S_LINE);  // bytes of x in a stage
   int steps = K / BLOCK_K, begin = steps * split / SPLIT, count = steps * (split + 1) / SPLIT - begin;
 
   auto load_weight = [&](int step, int slot) {

@@ -19,17 +19,17 @@
 #define RIGHT_ROWS 128
 #include "fp8_product.cuh"
 
-constexpr int WARPGROUPS = 3;                // that multiply
-constexpr int CONSUMERS = WARPGROUPS * 128;  // threads
+constexpr int WARPGROUPS = 3;                // warpgroups that multiply
+constexpr int CONSUMERS = WARPGROUPS * 128;  // threads that multiply
 constexpr int BLOCK_M = WARPGROUPS * 64;
 constexpr int BLOCK_N = RIGHT_ROWS;
-constexpr int CLUSTER = 2;                   // blocks
+constexpr int CLUSTER = 2;                   // blocks per cluster
 
 // A stage: x [BLOCK_M, LINE], the weight [BLOCK_N, LINE], the scales of x [BLOCK_M].
 constexpr int W_AT = BLOCK_M * LINE, S_AT = W_AT + BLOCK_N * LINE;
 constexpr int STAGE = (S_AT + BLOCK_M * 4 + 1023) / 1024 * 1024;
-constexpr int MAX_LINES = (1 << 15) / LINE;  // of K
-constexpr int HALVES = GATED ? 2 : 1;        // of a tile's rows of the weight, which have scales of their own
+constexpr int MAX_LINES = (1 << 15) / LINE;  // most lines of K
+constexpr int HALVES = GATED ? 2 : 1;        // parts of a tile's rows of the weight that have scales of their own
 
 // A lane's sums of its warpgroup's 64 rows of x with the tile's rows of the weight, as wgmma lays them out. Each warp
 // has 16 of the rows. With g = lane / 4 and p = lane % 4, sums[t] has columns 8t + 2p and 8t + 2p + 1 of row g, then of
@@ -40,7 +40,7 @@ using Sums = float[COLUMN_TILES][4];
 // A warp exchanges and stores its sums by quarters: 16 rows of x and 32 rows of the weight, WIDTH columns of y.
 constexpr int QUARTERS = 4;
 constexpr int WIDTH = GATED ? 16 : 32;
-constexpr int COPIES = WIDTH / 16;           // of 16 bytes, with which a lane stores its part of a quarter
+constexpr int COPIES = WIDTH / 16;           // copies of 16 bytes with which a lane stores its part of a quarter
 constexpr int PITCH = WIDTH + 8;             // values of a quarter's row in shared memory, without bank conflicts
 
 extern __shared__ __align__(1024) unsigned char memory[];  // the ring
@@ -55,7 +55,7 @@ struct Work {
   int x;          // the tile's first row of x
   int w;          // index of its BLOCK_N rows of the weight
   int line, end;  // lines to multiply
-  bool divided;   // among `splits` clusters
+  bool divided;   // true: the tile's lines are divided among `splits` clusters
   int split;      // index of the block's cluster among these
   int slot;       // index of the tile among all divided tiles
 };
@@ -206,7 +206,7 @@ struct Epilogue {
   const T* residual;
   T* out;
   int end, N;       // behind the tile's last row of y; columns of the product
-  uint4 before[QUARTERS][COPIES];  // of the residual
+  uint4 before[QUARTERS][COPIES];  // values of the residual
 
   // Find a lane's copy of a quarter in y and in the warp's staging memory; false if y has no such values.
   __device__ __forceinline__ bool place(int quarter, int copy, long long& in_y, int& in_staging) const {
@@ -272,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) fp8_persistent_
     int x_stride, const float* w_scales, OPTIONAL const T* bias, OPTIONAL const T* residual, T* out,
     OPTIONAL float* partial, int* counters, int M, int x_rows, int N, int K, int whole, int splits) {
   __shared__ Barrier full[STAGES], empty[STAGES];
-  __shared__ float w_scale_of[WARPGROUPS][2][HALVES][MAX_LINES];  // of this wave's tile and the next one's
+  __shared__ float w_scale_of[WARPGROUPS][2][HALVES][MAX_LINES];  // scales of this wave's tile and the next one's
   __shared__ __align__(16) T staging[CONSUMERS / 32][16 * PITCH];
   int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, rank = blockIdx.x % CLUSTER;
   Schedule schedule(M, x_rows, N, K, whole, splits);
@@ -319,7 +319,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) fp8_persistent_
     __syncwarp();
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
-    int group = warp >> 2, row = warp * 16;  // of the tile's rows of x, the warp's first
+    int group = warp >> 2, row = warp * 16;  // row: the warp's first among the tile's rows of x
     // Copy the weight's scales of a wave to shared memory, a wave ahead: the main loop would wait for them.
     auto copy_scales = [&](const Work& work, int wave) {
 #pragma unroll

@@ -44,9 +44,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_gemm(
   __shared__ Ring ring;
   __shared__ Barrier received;
   int split = blockIdx.x, thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
-  int first = blockIdx.y * x_rows;  // of x
+  int first = blockIdx.y * x_rows;  // first row of x
   M = min(M, first + x_rows);       // where the block's rows of x end
-  int x_bytes = BLOCK_K / 64 * x_rows * LINE;  // of a stage
+  int x_bytes = BLOCK_K / 64 * x_rows * LINE;  // bytes of x in a stage
   int steps = K / BLOCK_K, begin = steps * split / SPLIT, count = steps * (split + 1) / SPLIT - begin;
   int tile = blockIdx.z * ROW_GROUPS, tiles = (N + 63) / 64;
 

@@ -90,9 +90,8 @@ class Engine:
         self._bitmask = torch.empty(
             (self.num_slots, -(-model.vocab_size // 32)), dtype=torch.int32, pin_memory=self.device.type == "cuda"
         )
-        self._forwarded: Callable[[], ForwardOutput] | None = (
-            None  # result of the step whose sampling is not launched yet
-        )
+        # Result of the step whose sampling is not launched yet.
+        self._forwarded: Callable[[], ForwardOutput] | None = None
         self._graphs: Graphs | None = None
         if sizes is not None:
             with phase("capture CUDA graphs"), progress_bar("CUDA graphs", len(sizes), shown=progress) as bar:

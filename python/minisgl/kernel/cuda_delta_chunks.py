@@ -58,9 +58,8 @@ class CudaDeltaChunks:
 
         sizes = {"key_heads": key_heads, "value_heads": value_heads, "width": width}
         values = make(tokens, value_heads, _HEAD_DIM, dtype=torch.float32)
-        chunked: dict[
-            str, Any
-        ] = {  # tensors that delta_prepare writes and delta_scan reads, and the rows that both read
+        # Tensors that delta_prepare writes and delta_scan reads, and the rows that both read.
+        chunked: dict[str, Any] = {
             "projected": projected,
             "inputs": inputs,
             "slots": rows.slots,

@@ -31,9 +31,9 @@ from minisgl.quantization.levels import LevelFormat, Levels
 
 _LINE = 128  # columns that the tensor memory accelerator fetches
 _MAX_SIZE = 1 << 15  # columns of a row that a block quantizes
-_GROUPS = 16  # of GROUP columns that a block of quantize_groups.cu has at a time
-_GROUP_BLOCKS = 8  # of it on a multiprocessor
-_PERSISTENT_THREADS = 512  # of a block of fp8_persistent_gemm.cu
+_GROUPS = 16  # groups of GROUP columns that a block of quantize_groups.cu has at a time
+_GROUP_BLOCKS = 8  # blocks of quantize_groups.cu per multiprocessor
+_PERSISTENT_THREADS = 512  # per block of fp8_persistent_gemm.cu
 
 
 class Fp8Matrix(NamedTuple):
@@ -43,7 +43,7 @@ class Fp8Matrix(NamedTuple):
     scales: Tensor  # float32 [N], or of blocks [N / 128, K / 128]
     group: int  # 0 or 128
     gated: bool
-    x_scale: float = 0.0  # of all rows of x; 0: each has its own
+    x_scale: float = 0.0  # scale of all rows of x; 0: each row has its own
 
 
 class _Kernel(NamedTuple):
@@ -71,7 +71,7 @@ class Fp8Gemm:
     def __init__(self, compiler: Compiler, device: torch.device) -> None:
         self._compiler = compiler
         self._row_scaled = _sglang_product()
-        # Of the warpgroups of blocks with divided tiles; each launch leaves zeros.
+        # Counters of the warpgroups of blocks with divided tiles; each launch leaves zeros.
         self._counters = torch.zeros(3 * compiler.num_sms, dtype=torch.int32, device=device)
 
     def begin_compiling(self, weight: Fp8Matrix, dtype: torch.dtype) -> None:

@@ -9,13 +9,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 LINE = 128  # columns of K that are multiplied at a time
-BLOCK_M = 192  # rows of x of a tile, at most
+BLOCK_M = 192  # most rows of x of a tile
 BLOCK_N = 128  # rows of the weight of a tile
-CLUSTER = 2  # blocks, which have tiles of the same rows of x
+CLUSTER = 2  # blocks per cluster, which have tiles of the same rows of x
 STAGES = 5
 STAGE_BYTES = 41 << 10  # a line of a tile and the scales of x, aligned
-_X_ROWS = 16  # eight for each block of a cluster, which is aligned in shared memory
-_QUARTERS = 4  # of a tile, which the clusters that divide it share out
+_X_ROWS = 16  # unit of x_rows: eight rows for each block of a cluster are aligned in shared memory
+_QUARTERS = 4  # parts of a tile that the clusters which divide it share out
 _TORCH_BLOCK = 128  # rows of x, and of the weight, of a tile of torch._scaled_mm
 # Lines that are multiplied while clusters exchange their sums, or while one more launch adds a residual or applies a
 # gate (H200, docs/log.md).
@@ -26,7 +26,7 @@ _LAUNCH_LINES = 8
 class TileSchedule(NamedTuple):
     """Assignment of a product's pairs of tiles to clusters."""
 
-    x_rows: int  # of a tile: x is divided evenly, so that no tile reaches far beyond it
+    x_rows: int  # rows of x per tile: x is divided evenly, so that no tile reaches far beyond it
     clusters: int
     pairs: int
     whole: int  # pairs that one cluster each computes alone; the others are divided along K

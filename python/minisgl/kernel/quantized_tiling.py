@@ -13,7 +13,7 @@ from minisgl.kernel.signature import SHARED_BEFORE_ATTENTION
 from minisgl.quantization.gpu_layout import BITS, TILE
 from minisgl.quantization.levels import Kind
 
-_SKINNY_COLUMNS = 128  # of the stages of skinny_int4_gemm.cu
+_SKINNY_COLUMNS = 128  # columns of a stage of skinny_int4_gemm.cu
 _FEW_ROWS = 32
 _SOME_ROWS = 64
 _LARGE_BLOCK = 128
@@ -32,10 +32,10 @@ FILLED_BY_FOUR = 0.9
 class _Block(NamedTuple):
     """Kind of block."""
 
-    max_rows: int  # of x; _FEW_ROWS: the fewest that suffice
-    row_groups: int  # warpgroups with other rows of the weight
-    k_parts: int
-    blocks: int  # on a multiprocessor
+    max_rows: int  # most rows of x; _FEW_ROWS: the fewest that suffice
+    row_groups: int  # warpgroups that have different rows of the weight
+    k_parts: int  # warpgroups that divide the columns of a stage
+    blocks: int  # blocks per multiprocessor
 
 
 # Microseconds of 1,024 columns: constants of all formats, with which the estimates choose best.
@@ -83,19 +83,19 @@ _BEGIN = {1: 2.0, 2: 3.4, 4: 3.9}  # microseconds by split: to begin, to exchang
 class Tiling(NamedTuple):
     """Tile of a block of threads, and how the block works through it: macros of the kernels."""
 
-    max_rows: int  # of x, of a block
-    warpgroups: int  # of 64 rows of the weight each
+    max_rows: int  # most rows of x of a block
+    warpgroups: int  # warpgroups that multiply
     split: int  # blocks that divide K
     block_k: int  # columns of a stage
     stages: int
-    blocks: int  # on a multiprocessor
+    blocks: int  # blocks per multiprocessor
     # Threads besides the warpgroups. Two warps ask for weights, for some of them late (ring.cuh), and for x; four also
     # give registers to the others.
     producers: int = 32
     k_parts: int = 1  # warpgroups that divide the columns of a stage
     # By skinny_int4_gemm.cu, whose warps have stages of their own: of a multiple of `warps`, or one for each step.
     skinny: bool = False
-    sm_shared_bytes: int = 0  # of a multiprocessor (signature.py); 0: all
+    sm_shared_bytes: int = 0  # shared memory of a multiprocessor (signature.py); 0: all
 
     @property
     def threads(self) -> int:

@@ -52,7 +52,7 @@ class _Node:
     parent: _Node | None  # None: the root, or evicted
     key: bytes  # under which the parent has it: the tokens of its first page, after the salt below the root
     tokens: bytes  # tokens of the run, as bytes
-    pages: Int32Array  # tokens of the run, as bytes
+    pages: Int32Array  # pages of the run
     end: int  # tokens of the whole prefix
     locks: int = 0  # locks of all handles that end here or below
     children: dict[bytes, _Node] = field(default_factory=dict)  # by their keys

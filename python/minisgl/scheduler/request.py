@@ -62,9 +62,8 @@ class Request:
     slot: int = -1
     prefix: CacheHandle | None = None  # the locked place in the cache
     reserved_pages: int = 0  # promised for its known tokens at admission and not yet allocated
-    prompt_scores: list[Logprobs[AnyArray]] = field(
-        default_factory=list
-    )  # log-probabilities of its prompt's tokens so far
+    # Log-probabilities of its prompt's tokens so far.
+    prompt_scores: list[Logprobs[AnyArray]] = field(default_factory=list)
     prompt_scored: bool = False  # nobody wants any, or all have been reported
     hit_tokens: int = 0  # found in the cache when it entered
     failures: int = 0  # small steps of this request alone, since its last token, that found too little memory

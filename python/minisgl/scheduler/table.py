@@ -45,9 +45,8 @@ class SlotTable:
         self.stops_at_eos = np.zeros(num_slots, dtype=np.bool_)
         self.own_stop_ids = np.zeros(num_slots, dtype=np.bool_)
         self.top_logprobs = np.full(num_slots, -1, dtype=np.int32)  # SamplingParams.logprobs; -1: None
-        self.top_prompt_logprobs = np.full(
-            num_slots, -1, dtype=np.int32
-        )  # SamplingParams.prompt_logprobs; -1: None, or done
+        # SamplingParams.prompt_logprobs; -1: None, or done.
+        self.top_prompt_logprobs = np.full(num_slots, -1, dtype=np.int32)
         self.prompt_len = np.zeros(num_slots, dtype=np.int32)
         self.requests: list[Request | None] = [None] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))

@@ -39,9 +39,8 @@ SCHEMA_OPTIONS: JsonCompileOptions = {
     "lenient": False,
 }
 
-_ESCAPE = re.compile(
-    r"\\u([0-9a-fA-F]{4})|\\x([0-9a-fA-F]{2})|\\x\{([0-9a-fA-F]{1,5})\}"
-)  # escapes of JSON, then of expressions
+# Escapes of JSON, then of expressions.
+_ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})|\\x([0-9a-fA-F]{2})|\\x\{([0-9a-fA-F]{1,5})\}")
 _NOTATION = re.compile(r"[\\\"'/()\[\]{}|?*+\s]")
 
 

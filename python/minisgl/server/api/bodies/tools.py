@@ -31,9 +31,8 @@ class ToolUse:
     """Tools that the model is told of, and what it must do with them."""
 
     shown: list[Tool] | None = None  # to the chat template
-    schemas: Mapping[str, Mapping[str, Any]] = field(
-        default_factory=dict
-    )  # schema of the parameters by the tool's name
+    # Schema of the parameters by the tool's name.
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     required: bool = False  # one of them must be called
     named: bool = False  # the client chose it: the call is what it asked for, and no reason to stop
     strict: frozenset[str] = frozenset()  # tools whose arguments follow their schemas, also if the model may choose

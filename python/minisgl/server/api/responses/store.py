@@ -27,9 +27,8 @@ from minisgl.server.api.responses.body import Item
 
 T = TypeVar("T")
 
-ITEM_ID = re.compile(
-    r"[a-z]+_([0-9a-f]{32})_i?[0-9]{1,6}"
-)  # id of an output item, or with an i of an input item; it names its response
+# Id of an output item, or with an i of an input item; it names its response.
+ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_i?[0-9]{1,6}")
 VERSION = 1  # version of the tables, in the file's user_version
 BUSY_SECONDS = 10.0  # to wait for another process that writes the same file
 _SCHEMA = """
