@@ -50,7 +50,7 @@ __device__ __forceinline__ constexpr int column_tile(int quarter, int i) {
   return GATED ? i / 2 * 8 + quarter * 2 + i % 2 : quarter * 4 + i;
 }
 
-// What a block computes in a wave: a tile, or a part of its lines.
+// A block computes this in a wave: a tile, or a part of its lines.
 struct Work {
   int x;          // the tile's first row of x
   int w;          // index of its BLOCK_N rows of the weight

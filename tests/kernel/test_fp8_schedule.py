@@ -76,7 +76,7 @@ def test_the_last_wave_is_divided_among_idle_clusters() -> None:
     ],
 )
 def test_the_faster_of_the_kernel_and_torch_multiplies(rows: int, taken_8b: str, taken_14b: str) -> None:
-    """As measured on an H200 with the shapes of Qwen3-8B and 14B (docs/log.md)."""
+    """The expected choices are those measured on an H200 with the shapes of Qwen3-8B and 14B (docs/log.md)."""
     for shapes, taken in ((QWEN3_8B, taken_8b), (QWEN3_14B, taken_14b)):
         named = zip(("qkv", "o", "gate", "down"), shapes, strict=True)
         chosen = [name for name, shape in named if beats_torch(rows, *shape, 132, launches=int(name != "qkv"))]

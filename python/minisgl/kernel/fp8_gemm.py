@@ -7,7 +7,7 @@ whichever is estimated to be faster; and with scales of rows a library.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.optional_packages import import_error
 from minisgl.quantization.levels import LevelFormat, Levels
 
-_LINE = 128  # columns that the tensor memory accelerator fetches
 _MAX_SIZE = 1 << 15  # columns of a row that a block quantizes
 _GROUPS = 16  # groups of GROUP columns that a block of quantize_groups.cu has at a time
 _GROUP_BLOCKS = 8  # blocks of quantize_groups.cu per multiprocessor
@@ -130,7 +129,7 @@ class Fp8Gemm:
             and form.rounds_x
             and form.group in ((0,) if form.x_scale else (0, GROUP))
             and dtype == torch.bfloat16
-            and size % _LINE == 0
+            and size % LINE == 0
             and size <= _MAX_SIZE
             and width % (GROUP if form.group else 16) == 0
         )
@@ -185,30 +184,22 @@ class Fp8Gemm:
             return y if out is None else out.copy_(y)
         width, size = weight.codes.shape
         if out is None:
-            out = torch.empty((x.rows, width if gate is None else width // 2), dtype=dtype, device=x.codes.device)
+            out = _empty_output(x, weight, dtype, gate)
         tiling = self._tiling(x.rows, weight, before_attention=before_attention)
         kernel = self._compiler.kernel(_product_spec, _Kernel(dtype, weight.group, gate, tiling))
         x_rows = tiling.x_rows(x.rows)
         if gate is None:
-            w_map = tensor_map(weight.codes, tiling.block_n, _LINE)
+            w_map = tensor_map(weight.codes, tiling.block_n, LINE)
         else:
             groups = weight.codes.view(torch.uint8).view(2, width // 16, 8, size).transpose(0, 1)
-            w_map = tensor_map(groups, tiling.block_n // 16, 2, 8, _LINE)
+            w_map = tensor_map(groups, tiling.block_n // 16, 2, 8, LINE)
         kernel(
             (1, -(-x.rows // tiling.max_rows), -(-width // tiling.block_n)),
             tiling.threads,
-            x_map=tensor_map(x.codes[: x.rows], x_rows, _LINE),
+            x_map=tensor_map(x.codes[: x.rows], x_rows, LINE),
             w_map=w_map,
-            x_scales=x.scales,
-            x_stride=x.room,
-            w_scales=weight.scales,
-            bias=bias,
-            residual=residual,
-            out=out,
-            M=x.rows,
+            **_arguments(x, weight, bias, residual, out),
             x_rows=x_rows,
-            N=width,
-            K=size,
             cluster=tiling.split,
         )
         return out
@@ -227,7 +218,7 @@ class Fp8Gemm:
         """Compute `product` of more than 128 rows, with scales of blocks, by csrc/fp8_persistent_gemm.cu."""
         width, size = weight.codes.shape
         if out is None:
-            out = torch.empty((x.rows, width if gate is None else width // 2), dtype=dtype, device=x.codes.device)
+            out = _empty_output(x, weight, dtype, gate)
         schedule = schedule_tiles(x.rows, width, size, self._compiler.num_sms)
         floats = schedule.partial_floats
         kernel = self._compiler.kernel(_persistent_spec, dtype, gate)
@@ -236,18 +227,10 @@ class Fp8Gemm:
             _PERSISTENT_THREADS,
             x_map=tensor_map(x.codes[: x.rows], schedule.x_rows // CLUSTER, LINE),
             w_map=tensor_map(weight.codes, BLOCK_N // 2, LINE),
-            x_scales=x.scales,
-            x_stride=x.room,
-            w_scales=weight.scales,
-            bias=bias,
-            residual=residual,
-            out=out,
+            **_arguments(x, weight, bias, residual, out),
             partial=torch.empty(floats, dtype=torch.float32, device=out.device) if floats else None,
             counters=self._counters,
-            M=x.rows,
             x_rows=schedule.x_rows,
-            N=width,
-            K=size,
             whole=schedule.whole,
             splits=schedule.splits,
             cluster=CLUSTER,
@@ -273,6 +256,20 @@ class Fp8Gemm:
     def _tiling(self, rows: int, weight: Fp8Matrix, *, before_attention: bool = False) -> Tiling:
         sms = self._compiler.num_sms
         return choose_fp8_tiling(rows, *weight.codes.shape, weight.group, sms, before_attention=before_attention)
+
+
+def _empty_output(x: Fp8Rows, weight: Fp8Matrix, dtype: torch.dtype, gate: Activation | None) -> Tensor:
+    width = len(weight.codes)
+    return torch.empty((x.rows, width if gate is None else width // 2), dtype=dtype, device=x.codes.device)
+
+
+def _arguments(
+    x: Fp8Rows, weight: Fp8Matrix, bias: Tensor | None, residual: Tensor | None, out: Tensor
+) -> dict[str, Any]:
+    """Return the arguments that fp8_gemm.cu and fp8_persistent_gemm.cu share."""
+    width, size = weight.codes.shape
+    shared = {"x_scales": x.scales, "x_stride": x.room, "w_scales": weight.scales}
+    return shared | {"bias": bias, "residual": residual, "out": out, "M": x.rows, "N": width, "K": size}
 
 
 def _sglang_product() -> Callable[..., Tensor] | None:

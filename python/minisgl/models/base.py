@@ -20,9 +20,8 @@ class Model(nn.Module, ABC):
 
     model: nn.Module
     graphs_by_trial = False  # True: graphs hold its steps if a trial finds no fault
-    shards_logits = (
-        True  # it can leave the logits of a rank's share of the vocabulary (`ForwardContext.sharded_logits`)
-    )
+    # True: it can leave the logits of a rank's share of the vocabulary (`ForwardContext.sharded_logits`).
+    shards_logits = True
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()

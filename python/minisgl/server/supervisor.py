@@ -37,9 +37,8 @@ ENTRIES: Mapping[str, str] = {  # entry point by kind of worker; only the worker
 GRACE_SECONDS = 0.9  # for the API server to tell its clients of an end at once
 EXIT_SECONDS = 0.1  # from the end of a worker's grace to the end of its process
 KILL_SECONDS = 0.3  # for workers to be gone after that, until they are killed
-TEARDOWN_SECONDS = (
-    3.0  # part of --shutdown-timeout in which clients are told that the time is up, and all processes end
-)
+# Part of --shutdown-timeout in which clients are told that the time is up, and all processes end.
+TEARDOWN_SECONDS = 3.0
 REPEAT_SECONDS = 0.5  # after SIGTERM: another is the same one (timeout(1) signals its child and then the child's group)
 
 

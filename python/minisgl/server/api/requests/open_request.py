@@ -32,9 +32,8 @@ class Delta:
         self.finish: FinishReason | None = None
         self.ended_by: str | int | None = None  # a stop string or a token, of the model's own or named
         self.logprobs: list[PositionLogprobs] = []  # one for each id, if asked for
-        self.prompt_logprobs: list[
-            PositionLogprobs
-        ] = []  # one for each id of the prompt but the first, if asked for; once
+        # One for each id of the prompt but the first, if asked for; once.
+        self.prompt_logprobs: list[PositionLogprobs] = []
         self.vector = b""  # vector of a pooled prompt: little-endian float32
         self._stop_ids = stop_ids
         self._texts: list[str] = []
