@@ -24,8 +24,9 @@ from minisgl.message.to_tokenizer import ToTokenizer
 from minisgl.parsers.parser_choice import Parsers
 from minisgl.server.api.api_process import receive_forever
 from minisgl.server.api.app import build_app
+from minisgl.server.api.http.drain import Drain
 from minisgl.server.api.http.errors import shutting_down
-from minisgl.server.api.http.server import Drain, Server
+from minisgl.server.api.http.server import Server
 from minisgl.server.api.requests.engine_client import EngineClient, Heartbeat
 from minisgl.server.api.responses.store import open_store
 

@@ -10,9 +10,9 @@ import pytest
 from api_harness import RawClient, RunningServer, make_config
 from fake_engine import wait_until
 
-from minisgl.server.api.app import layers
+from minisgl.server.api.app import middleware_stack
+from minisgl.server.api.http.drain import Drain
 from minisgl.server.api.http.middleware import AccessLogMiddleware
-from minisgl.server.api.http.server import Drain
 
 LOGGER = "minisgl.server.api.http.middleware"
 CHAT = "/v1/chat/completions"
@@ -84,7 +84,7 @@ def test_probes_are_logged_as_debug_alone(server: RunningServer, caplog: pytest.
 
 def test_it_can_be_off(start_server: Callable[..., RunningServer], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, LOGGER)
-    assert AccessLogMiddleware not in [layer.cls for layer in layers(make_config(shell=True), Drain())]
+    assert AccessLogMiddleware not in [layer.cls for layer in middleware_stack(make_config(shell=True), Drain())]
     server = start_server(access_log=False)
     assert server.post(CHAT, json=HELLO).status_code == 200
     server.assert_idle()

@@ -34,19 +34,20 @@ ENTRIES: Mapping[str, str] = {  # entry point by kind of worker; only the worker
     "detokenizer": "minisgl.tokenizer.detokenizer_worker:run",
     "api": "minisgl.server.api.api_process:run",
 }
-GRACE_SECONDS = 0.9  # for the API server to tell its clients of an end at once
+GRACE_SECONDS = 0.9  # for the API server to answer its clients when the server ends without a drain
 EXIT_SECONDS = 0.1  # from the end of a worker's grace to the end of its process
-KILL_SECONDS = 0.3  # for workers to be gone after that, until they are killed
+KILL_SECONDS = 0.3  # from there until workers that still run are killed
 # Part of --shutdown-timeout in which clients are told that the time is up, and all processes end.
 TEARDOWN_SECONDS = 3.0
-REPEAT_SECONDS = 0.5  # after SIGTERM: another is the same one (timeout(1) signals its child and then the child's group)
+# A second SIGTERM within this time is a duplicate: timeout(1) signals its child, then the child's group.
+REPEAT_SECONDS = 0.5
 
 
 class SignalSocket:
     """SIGINT, SIGTERM and SIGHUP as bytes on a socket, for a selector that waits for other sources too.
 
-    A handler that raises would lose its word where the interrupted code catches exceptions, as logging does; and
-    Python runs no handler of a signal that came just before a wait until that wait is over. Made in the main thread.
+    A handler that raises is not enough: the interrupted code may catch the exception, as logging does, and Python runs
+    the handler of a signal that arrives just before a wait only after that wait. Must be created in the main thread.
     """
 
     def __init__(self) -> None:
@@ -57,7 +58,7 @@ class SignalSocket:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # started by nohup
-            # A function, because processes that we start would inherit that a signal is ignored.
+            # Not SIG_IGN, which child processes would inherit.
             signal.signal(number, lambda _number, _frame: None)
 
     def fileno(self) -> int:
@@ -71,14 +72,14 @@ class SignalSocket:
             return set()
 
     def close(self) -> None:
-        """Pass over the signals that still come."""
+        """Ignore these signals from now on."""
         signal.set_wakeup_fd(-1)
         self._ours.close()
         self._python.close()
 
 
 class WorkerFailed(Exception):
-    """A worker said that it cannot go on, or died. `told` is what clients learn of it: no text of an exception."""
+    """A worker reported a failure, or died. `told` is the text for clients: it never has an exception's text."""
 
     def __init__(self, text: str, told: str = "") -> None:
         super().__init__(text)
@@ -90,7 +91,7 @@ class Interrupted(Exception):
 
 
 class Terminated(Interrupted):
-    """SIGTERM alone: what runs may finish."""
+    """SIGTERM alone: running requests may finish."""
 
 
 def bind(host: str, port: int, send_timeout: float = HttpConfig().send_timeout) -> socket.socket:
@@ -100,7 +101,7 @@ def bind(host: str, port: int, send_timeout: float = HttpConfig().send_timeout) 
         sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
-            # Ends the connection of a client that takes nothing of what is sent to it. Connections inherit it.
+            # Closes connections whose clients read nothing for this long. Accepted connections inherit it.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(send_timeout * 1000))
         sock.bind(address)
         sock.listen(2048)
@@ -116,15 +117,15 @@ class Supervisor:
         self._config = config
         self._entries = entries
         self._listener = listener
-        self._signals = SignalSocket()  # first: from here on a signal leaves nothing behind
+        self._signals = SignalSocket()  # first: a signal from here on still leads to `_clean_up`
         self._run_dir = make_run_dir()
         self._children: list[Child] = []
         self._ranks: RankWatch | None = None  # while serving
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._signals, selectors.EVENT_READ, None)
         self._shell: ShellProcess | None = None
-        self._shell_end: int | None = None  # readable when it has ended
-        self._deadline = 0.0  # for clients to take the rest of their answers, after a drain; of time.monotonic
+        self._shell_end: int | None = None  # pidfd, readable once the shell has ended
+        self._deadline = 0.0  # `time.monotonic` until which clients may read the rest of their answers after a drain
 
     def run(self) -> int:
         """Serve until interrupted or the shell ends (0), or until a worker fails (1)."""
@@ -166,7 +167,8 @@ class Supervisor:
             self._start(f"tokenizer-{index}", "tokenizer", index)
         self._start("detokenizer", "detokenizer")
         self._start("api", "api", listen_fd=self._listener.fileno())
-        self._listener.close()  # it is the API server's: when that ends, clients are refused instead of left to wait
+        # The API server alone holds it from now on: when that ends, clients are refused instead of left to wait.
+        self._listener.close()
 
     def _start(self, name: str, kind: str, index: int = 0, listen_fd: int | None = None) -> None:
         start = Start(self._config, self._run_dir, index, listen_fd, name)
@@ -185,11 +187,11 @@ class Supervisor:
                     child.ready = True
                     limits = message.limits or limits
         if limits is None:
-            raise WorkerFailed("no worker told the engine's limits")
+            raise WorkerFailed("no worker reported the engine's limits")
         return limits
 
     def _open_shell(self, host: str, port: int) -> None:
-        """Give the terminal to the shell: Ctrl-C is its word to stop an answer, and nothing else writes there."""
+        """Give the terminal to the shell, in which Ctrl-C stops an answer and to which nothing else writes."""
         logging.getLogger().setLevel(logging.WARNING)
         keys = self._config.http.api_keys
         self._shell = ShellProcess(host, port, self._config.model_name, keys[0] if keys else None)
@@ -216,7 +218,7 @@ class Supervisor:
             return
 
     def _drain(self) -> None:
-        """Return when every request is answered, or the time is up. Raises Interrupted after another signal."""
+        """Wait until every request is answered or the time is up. Raises Interrupted after another signal."""
         timeout = self._config.shutdown_timeout
         if not timeout:
             return
@@ -239,7 +241,7 @@ class Supervisor:
         self._deadline = deadline
 
     def _messages(self, timeout: float | None = None) -> Iterator[tuple[Child, ToSupervisor]]:
-        """Wait for workers to say something, for up to `timeout` seconds.
+        """Wait for messages of workers, up to `timeout` seconds, and yield them.
 
         Raises WorkerFailed when one fails, hangs or is gone, Interrupted after a signal or when the shell has ended.
         """
@@ -248,7 +250,7 @@ class Supervisor:
                 raise WorkerFailed(hang, told=f"the process {hang.partition(':')[0]}")
             timeout = min((seconds for seconds in (timeout, self._ranks.pause) if seconds is not None), default=None)
         sources = self._selector.select(timeout)
-        signals = self._signals.receive()  # first: whoever ends all of a group's processes means no failure
+        signals = self._signals.receive()  # first: a signal to the whole process group ends workers without a failure
         has_terminal = self._shell is None or self._shell.process.poll() is not None
         signals &= {signal.SIGTERM, signal.SIGHUP} | ({signal.SIGINT} if has_terminal else set())
         if signals:
@@ -293,7 +295,7 @@ class Supervisor:
         return max(GRACE_SECONDS, self._deadline - time.monotonic() - KILL_SECONDS - EXIT_SECONDS)
 
     def _answer_clients(self, error: str | None) -> None:
-        """Let the API server tell those who still wait, and end."""
+        """Have the API server answer clients that still wait with `error`, and wait for its end."""
         api = next((child for child in self._children if child.name == "api" and child.ready), None)
         if api is not None:
             grace = self._grace()

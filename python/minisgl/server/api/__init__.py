@@ -1,7 +1,8 @@
 """The API server: HTTP on one side, the wire messages of `minisgl.message` on the other.
 
-`api_process` runs it, `app` puts it together. A request comes through `http/` to one of `routes/`. It is read by
-`bodies/`, under way in `requests/` and written by `answers/`; `anthropic/` and `responses/` put the requests of other
-APIs into the words of chat completions, and write the answers in theirs. `metrics` counts, and `openapi` describes it
-all. Nothing here imports torch or transformers.
+`api_process` runs it, `app` puts it together. A request comes through `http/` to one of `routes/`. `bodies/` reads it,
+`requests/` holds it while it is answered, `answers/` writes the answer. `anthropic/` and `responses/` translate the
+requests of other APIs into chat completions, and write answers in the form of their API; `pooling/` has embeddings,
+scores and classes. `metrics` counts, `tracing` records spans, and `openapi` describes all routes. Nothing here imports
+torch or transformers.
 """

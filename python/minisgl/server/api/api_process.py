@@ -18,15 +18,17 @@ from minisgl.message.to_api import ToApi
 from minisgl.message.to_tokenizer import ToTokenizer
 from minisgl.process.worker import Worker
 from minisgl.server.api.app import build_app
+from minisgl.server.api.http.drain import Drain
 from minisgl.server.api.http.errors import shutting_down
-from minisgl.server.api.http.server import Drain, Server
+from minisgl.server.api.http.server import Server
 from minisgl.server.api.requests.engine_client import EngineClient, Heartbeat
 from minisgl.server.api.responses.store import open_store
 from minisgl.server.api.tracing import Tracer
 from minisgl.tokenizer.folder import model_parsers
 
 MESSAGES_A_TURN = 32  # taken from the inbox before requests get their turn
-COLLECT_AFTER = 50_000  # objects: what a step brings is thousands that soon go by themselves, and no garbage in cycles
+# Objects until a garbage collection: each step makes thousands, which reference counts free, and no cycles.
+COLLECT_AFTER = 50_000
 
 
 def run(worker: Worker) -> None:
@@ -42,7 +44,7 @@ def run(worker: Worker) -> None:
 
 
 async def serve(worker: Worker, sock: socket.socket) -> None:
-    """Set everything up, say ready, and serve."""
+    """Set everything up, report ready, and serve."""
     config = worker.config
     with worker.phase("starting the API server"):
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -70,7 +72,7 @@ async def serve(worker: Worker, sock: socket.socket) -> None:
         server.end(shutting_down(reason))
 
     def on_shutdown(shutdown: Shutdown) -> None:
-        """Run on the control thread, which has nothing left to do and sees to it that there is an end."""
+        """Run on the control thread, which ends the process after the grace whatever the event loop does."""
         loop.call_soon_threadsafe(shut_down, shutdown.error)
         time.sleep(shutdown.grace)
         os._exit(0)
@@ -85,7 +87,7 @@ async def serve(worker: Worker, sock: socket.socket) -> None:
     if tracer is not None:
         await asyncio.to_thread(tracer.close)
     for task in ended:
-        task.result()  # without its receiver the process would answer nobody: its error ends the process
+        task.result()  # raises the error of a task that failed: without its receiver the process would answer nobody
 
 
 async def receive_forever(inbox: Inbox[ToApi], client: EngineClient) -> None:

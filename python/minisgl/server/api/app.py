@@ -1,4 +1,4 @@
-"""The ASGI application: the routes, the layers around them, and what becomes of exceptions."""
+"""The ASGI application: the routes, the middleware around them, and the answers to exceptions."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from minisgl.config import ServerConfig
 from minisgl.core import InvalidRequest
 from minisgl.limits import Limits
 from minisgl.parsers.parser_choice import Parsers
+from minisgl.server.api.http.drain import Drain, DrainGate
 from minisgl.server.api.http.errors import ApiError, invalid_request
 from minisgl.server.api.http.gates import Gate, browser_check, key_check
 from minisgl.server.api.http.middleware import AccessLogMiddleware, BodyBudgetMiddleware, RequestIdMiddleware
-from minisgl.server.api.http.server import Drain, DrainGate
 from minisgl.server.api.openapi import DocsRoutes, openapi_document
 from minisgl.server.api.requests.engine_client import EngineClient, Heartbeat
 from minisgl.server.api.responses.store import ResponseStore
@@ -46,7 +46,7 @@ TOPICS: dict[str, type[Routes]] = {
     "glass box": GlassBoxRoutes,
     "control": ControlRoutes,
 }
-LARGEST_BODIES = 128  # held at a time, of the largest size: 1 GiB of those that are allowed by default
+LARGEST_BODIES = 128  # bodies of the largest allowed size that may be held at a time: 1 GiB by default
 
 
 def build_app(
@@ -68,7 +68,7 @@ def build_app(
     app = FastAPI(
         openapi_url=None,
         redirect_slashes=False,
-        middleware=layers(config, drain),
+        middleware=middleware_stack(config, drain),
         exception_handlers={
             ApiError: on_api_error,
             InvalidRequest: on_invalid_request,
@@ -81,10 +81,10 @@ def build_app(
     return app
 
 
-def layers(config: ServerConfig, drain: Drain) -> list[Middleware]:
-    """Return the layers from the outermost in.
+def middleware_stack(config: ServerConfig, drain: Drain) -> list[Middleware]:
+    """Return the middleware, outermost first.
 
-    A web page's preflight carries no key, and a refusal must be readable to the page: CORS comes before the gate.
+    CORS comes before the gate: a web page's preflight carries no key, and the page must be able to read a refusal.
     """
     http = config.http
     found = [Middleware(RequestIdMiddleware, root_path=http.root_path)]

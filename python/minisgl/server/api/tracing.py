@@ -62,7 +62,7 @@ class Tracer:
         self._model = model
 
     def record(self, request: OpenRequest, answer_id: str, scope: Scope) -> None:
-        """Make the spans of a request whose answer has ended; its client's traceparent is the parent."""
+        """Make the spans of a request whose answer has ended, below the client's traceparent if it sent one."""
         trace = self._trace
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         epoch = time.time() - time.perf_counter()  # the clocks count from another zero
@@ -106,7 +106,7 @@ class Tracer:
         yield "minisgl.request_id", request.id
 
     def close(self) -> None:
-        """Send what is left, for a moment."""
+        """Send the spans that are left, within FLUSH_MILLISECONDS."""
         self._provider.force_flush(FLUSH_MILLISECONDS)
 
 

@@ -1,3 +1,5 @@
-"""The server's side of a connection: HTTP and what clients may send when (`connection`), who may come in (`gates`),
-the layers around the application (`middleware`), its begin and end (`server`), and the errors that clients see.
+"""HTTP between clients and the application.
+
+`server` accepts connections and `connection` speaks HTTP with limits on time and size. Around the application lie
+`middleware`, `gates` (keys, origins, hosts) and `drain`. `errors` has all errors that clients see.
 """

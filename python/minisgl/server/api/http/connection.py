@@ -1,4 +1,4 @@
-"""uvicorn's HTTP connection, with limits on what clients may send and when, and a short way out for streams."""
+"""uvicorn's HTTP connection, with limits on the size and time of what clients send, and a fast path for streams."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from minisgl.server.api.http.errors import ApiError, head_too_large, invalid
 
-MAX_HEAD_BYTES = 64 * 1024  # a request's line and headers, or what ends a chunked body
+MAX_HEAD_BYTES = 64 * 1024  # of a request's line and headers, or of the end of a chunked body
 _HOST = re.compile(rb"(\[[\da-f:.]+\]|[\w.~!$&'()*+,;=%-]*)(:\d{0,5})?", re.IGNORECASE | re.ASCII)  # RFC 3986's
 
 
 class Connection(HttpToolsProtocol):
-    """One client's connection, which waits for nobody for ever and keeps little of what has no end.
+    """Connection of one client, with a timeout in every state and a bound on what it buffers.
 
-    While no request is being answered one of two clocks runs: uvicorn's keep-alive between requests, and else
-    `header_timeout` seconds, for a connection's first head, for each from its first byte on, and for what is missing of
-    a body that the answer did not wait for.
+    While no request is being answered, one of two timers runs: uvicorn's keep-alive timer between requests, else
+    `header_timeout` seconds. These cover a connection's first head, each later head from its first byte on, and the
+    rest of a body that the answer did not wait for.
 
-    A request that comes before the one ahead of it is answered is dropped, and the connection closes behind the answer:
-    clients that pipeline send it again (RFC 9112, section 9.3.2). An offer to speak another protocol is passed over.
+    A pipelined request, one that comes before the request ahead of it is answered, is dropped, and the connection
+    closes after the answer: clients that pipeline send it again (RFC 9112, section 9.3.2). An offer to upgrade to
+    another protocol is ignored.
     """
 
     def __init__(self, *args: Any, header_timeout: float, **options: Any) -> None:
@@ -33,8 +34,9 @@ class Connection(HttpToolsProtocol):
         self.url = b""  # URL of the last request that arrived
         self._header_timeout = header_timeout
         self._header_timeout_task: asyncio.TimerHandle | None = None
-        self._reads_head = True  # or what is between two requests
-        self._unread = 0  # bytes of a head, or of a chunked body since its last data; fewer by a packet at most
+        self._reads_head = True  # False from the end of a head to the end of its body
+        # Bytes of an unfinished head, or of a chunked body since its last data; too small by at most one packet.
+        self._unread = 0
         self._ignores_input = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -55,24 +57,24 @@ class Connection(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as offer:
             self._decline_upgrade(data[offer.args[0] :])
         except httptools.HttpParserError as error:
-            raised = error.__context__  # by a method of ours that the parser has called
+            raised = error.__context__  # set if one of the callbacks below raised it
             self._refuse(raised if isinstance(raised, ApiError) else invalid(None, "this is no HTTP request"))
         else:
             if self._unread > MAX_HEAD_BYTES:
                 self._refuse(head_too_large(MAX_HEAD_BYTES))
-        self._choose_clock()
+        self._choose_timer()
 
-    # The parser's calls.
+    # Callbacks of httptools' parser.
 
     def on_message_begin(self) -> None:
         if self._is_answering():
             raise EarlyRequest
         super().on_message_begin()
         self._end_header_timeout()  # the request before took its own time
-        self._unread = self._unread or 1  # where it shares its packet with the end of a body
+        self._unread = self._unread or 1  # 0 if this head began in the packet that ended the body before
 
     def on_headers_complete(self) -> None:
-        """Begin to answer; ApiError if the head is too large or names no one host."""
+        """Begin to answer; ApiError if the head is too large or does not name exactly one host."""
         self._unread = 0
         version = self.parser.get_http_version()
         line = b"%b %b HTTP/1.1\r\n" % (self.parser.get_method(), self.url)
@@ -102,15 +104,15 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._choose_clock()
+        self._choose_timer()
 
     def close_after_answer(self) -> None:
-        """Let no other request follow the one that is being answered."""
+        """Close the connection after the answer under way."""
         if self._is_answering():
             self.cycle.keep_alive = False
 
     def _decline_upgrade(self, rest: bytes) -> None:
-        """Read a head again without its offer of another protocol, such as HTTP/2: the parser has skipped the body."""
+        """Parse a head again without its Upgrade header, because the parser skips the body of such a request."""
         method = self.parser.get_method()
         if method == b"CONNECT":
             self._refuse(invalid(None, "this server is no proxy: it does not know the method CONNECT"))
@@ -121,8 +123,8 @@ class Connection(HttpToolsProtocol):
         self.data_received(b"\r\n".join(lines) + rest)
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer what is being read, and close; without a word, if its answer has begun."""
-        if self._reads_head and self._is_answering():  # it belongs to no request that anybody will answer
+        """Answer the request being read with an error, and close; only close if its answer has begun."""
+        if self._reads_head and self._is_answering():  # a pipelined request: it is dropped, not answered
             self._ignores_input = True
             self.close_after_answer()
             return
@@ -138,9 +140,9 @@ class Connection(HttpToolsProtocol):
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    # Clocks.
+    # Timers.
 
-    def _choose_clock(self) -> None:
+    def _choose_timer(self) -> None:
         if self.transport.is_closing() or self._is_answering():
             self._end_header_timeout()
         elif self._unread or not self._reads_head:
@@ -149,7 +151,8 @@ class Connection(HttpToolsProtocol):
                 self._start_header_timeout()
         else:
             self._end_header_timeout()
-            if self.timeout_keep_alive_task is None:  # every byte ends it, and uvicorn starts it only after answers
+            # Every received byte cancels it, and uvicorn itself starts it only after answers.
+            if self.timeout_keep_alive_task is None:
                 handler = self.timeout_keep_alive_handler
                 self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, handler)
 
@@ -167,7 +170,7 @@ class EarlyRequest(Exception):
 
 
 def _check_host(hosts: list[bytes], http_version: str) -> None:
-    """ApiError unless there is one host that can be one, or none in HTTP/1.0 (RFC 9112, section 3.2)."""
+    """Raise ApiError unless there is one well-formed host, or none in HTTP/1.0 (RFC 9112, section 3.2)."""
     if not hosts and http_version == "1.0":
         return
     if len(hosts) != 1:
@@ -177,11 +180,11 @@ def _check_host(hosts: list[bytes], http_version: str) -> None:
 
 
 class StreamBody:
-    """Body of an answer without content-length: a way past ASGI for its events.
+    """Body of a streamed answer, written to the transport directly instead of through ASGI.
 
-    Through ASGI an event costs a task its turn and a call through every layer of the application, which is most of what
-    a token costs. This object may be written to from anywhere on the event loop, between the start and the last message
-    of the answer, which take the usual way. The last one is empty.
+    Through ASGI each event costs a turn of its task and a call through every middleware, most of a token's cost in this
+    process. Any code on the event loop may write here between the answer's first and last ASGI messages, which are sent
+    as usual; the last has an empty body.
     """
 
     def __init__(self, cycle: RequestResponseCycle, *, chunked: bool) -> None:
@@ -191,21 +194,21 @@ class StreamBody:
         self._chunked = chunked
 
     def begin(self) -> None:
-        """Prepare for the answer's start. A client of HTTP/1.0 knows no chunks: the body ends with the connection."""
+        """Prepare for the answer's start. HTTP/1.0 has no chunked encoding: the connection's end ends the body."""
         if not self._chunked:
             self._cycle.chunked_encoding = False
 
     @property
     def is_behind(self) -> bool:
-        """True if the client has not yet taken what was written: more would only lie in memory."""
+        """True if the client reads more slowly than we write: more data would only fill memory."""
         return self._flow.write_paused
 
     async def caught_up(self) -> None:
-        """Wait until the client has taken it, or is gone."""
+        """Wait until the client has read enough, or is gone."""
         await self._flow.drain()
 
     def write(self, data: bytes) -> None:
-        """Write a part of it; nothing, if the client is gone."""
+        """Write a part of the body; do nothing if the client is gone."""
         if not self._transport.is_closing():
             self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
 

@@ -1,4 +1,4 @@
-"""Errors as clients are told of them: OpenAI's error object, or Anthropic's on its routes, never an internal text."""
+"""Errors in the form that clients get: OpenAI's error object, or Anthropic's on its routes, never an internal text."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def invalid(param: str | None, message: str, code: str | None = None) -> ApiErro
 
 
 def invalid_request(error: InvalidRequest, field_names: Mapping[str, str] | None = None) -> ApiError:
-    """Return the one error of `core`, under the name that the client used for the field."""
+    """Return the ApiError of an InvalidRequest, under the client's name of the field."""
     name = clients_name(error.field, field_names or {})
     message = error.message
     if message.startswith(f"{error.field} "):
@@ -106,21 +106,21 @@ def invalid_request(error: InvalidRequest, field_names: Mapping[str, str] | None
 
 
 def refused(status: int, error: InvalidRequest, field_names: Mapping[str, str] | None = None) -> ApiError:
-    """Return the error that a worker has sent in place of an answer."""
+    """Return the ApiError of an error that a worker sent in place of an answer."""
     if status == 400:
         return invalid_request(error, field_names)
     return _unavailable(f"{error.message}; try again later", "overloaded") if status == 503 else internal_error()
 
 
 def clients_name(field: str, names: Mapping[str, str]) -> str:
-    """Return a dotted field under the name that the client used for it, or for the field that it is a part of."""
+    """Return a field's dotted name with its first part replaced by the client's name of it."""
     head, dot, rest = field.partition(".")
     return names.get(head, head) + dot + rest
 
 
 @contextmanager
 def under_clients_names(names: Mapping[str, str]) -> Iterator[None]:
-    """Raise what is wrong with a field, of a body that was put into other words, as an ApiError about the client's."""
+    """Rename the fields in errors: for bodies of another API that are translated before they are checked."""
     try:
         yield
     except InvalidRequest as error:
@@ -148,7 +148,7 @@ def model_not_found(model: str) -> ApiError:
 
 
 def _unavailable(message: str, code: str) -> ApiError:
-    """Return an error after which it may go better soon."""
+    """Return a 503 that tells the client to retry soon."""
     headers = {"retry-after": str(RETRY_AFTER_SECONDS)}
     return ApiError(503, message, type="server_error", code=code, headers=headers)
 
@@ -158,7 +158,7 @@ def overloaded(limit: int) -> ApiError:
 
 
 def too_many_bytes(limit: int) -> ApiError:
-    """Return the error of large bodies together: one of them may come when others are answered."""
+    """Return the error if all held bodies together are too large, until other requests have been answered."""
     return _unavailable(f"the server holds {limit} bytes of requests, as many as it may; try again later", "overloaded")
 
 
@@ -168,13 +168,13 @@ def shutting_down(reason: str | None) -> ApiError:
 
 
 def unauthorized(wanted: str) -> ApiError:
-    """Return the error of a missing or wrong key. It begins in OpenAI's words, because clients look for them."""
+    """Return the error of a missing or wrong key. It begins with OpenAI's text, which clients look for."""
     text = f"Incorrect API key provided: {wanted}"
     return ApiError(401, text, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
 
 def foreign_origin(origin: str | None) -> ApiError:
-    """Return the error of a web page of another origin than the server's; None if the browser does not say which."""
+    """Return the error of a web page from another origin; `origin` is None if the browser does not name it."""
     page = "another site" if origin is None else f"the origin {origin:.200}"
     message = f"web pages of {page} may not use this server; the operator can allow them with --allowed-origins"
     return ApiError(403, message, code="origin_not_allowed")
@@ -195,7 +195,7 @@ def too_slow(seconds: float) -> ApiError:
 
 
 def aborted() -> ApiError:
-    """Return the error of an abort: somebody asked for it, so the request must not come again by itself."""
+    """Return the error of an aborted request, with a status after which clients do not retry."""
     return ApiError(499, "the request was aborted", type="server_error", code="request_aborted")
 
 
@@ -208,12 +208,12 @@ def unhealthy(seconds: float) -> ApiError:
 
 
 def generation_failed() -> ApiError:
-    """Return the error of a sequence that the engine gave up: not the client's fault."""
+    """Return the error of a sequence that failed in the engine."""
     return ApiError(500, "the generation failed in the server", type="server_error", code="generation_error")
 
 
 def no_allowed_token(field_names: Mapping[str, str]) -> ApiError:
-    """Return the error of fields that contradict each other, which shows only while the answer is generated."""
+    """Return the error of a grammar and `allowed_token_ids` that exclude each other, found during generation."""
     field = "allowed_token_ids"
     message = f"{field} have no token that can follow the grammar of the answer at this point"
     return invalid_request(InvalidRequest(field, message), field_names)

@@ -1,10 +1,11 @@
-"""Who may come in: checks of a request's head, each an ApiError or None, and the layer that asks them.
+"""Access checks on a request's head, each returning an ApiError or None, and the middleware that runs them.
 
-Every page that somebody near the server opens can send requests to it, from inside. A page reads no answer unless CORS
-says so, but a request does what it does: it generates, aborts, empties the cache. Browsers name the page's origin with
-such requests (Origin, https://fetch.spec.whatwg.org/#origin-header) or at least say whether it is foreign
-(Sec-Fetch-Site, https://w3c.github.io/webappsec-fetch-metadata/); other clients send neither. A page whose own name's
-address changes to that of the server (DNS rebinding) counts as the server's own: only the Host header shows it.
+Any web page that is open in a browser on the server's network can send requests to the server. Without CORS the page
+cannot read the answers, but the requests still take effect: they generate, abort, empty the cache. Browsers send the
+page's origin with such requests (Origin, https://fetch.spec.whatwg.org/#origin-header) or at least whether it is
+another site (Sec-Fetch-Site, https://w3c.github.io/webappsec-fetch-metadata/); other clients send neither. With DNS
+rebinding, a page changes the address of its own name to the server's, and browsers take it for the server's own page:
+only the Host header shows it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ DOCS_ROUTES = frozenset(
     | {f"/docs/{file}" for file in ("swagger-ui-bundle.js", "swagger-ui.css", "redoc.standalone.js", "favicon.png")}
 )
 GUIDE_ROUTE = "/guide/"  # and the pages below it
-OPEN_ROUTES = DOCS_ROUTES | {"/", "/health", "/ready", "/ping", "/version"}  # all others want a key, if there are keys
+OPEN_ROUTES = DOCS_ROUTES | {"/", "/health", "/ready", "/ping", "/version"}  # need no key
 CONTROL_ROUTES = frozenset({"/flush_cache", "/reset_prefix_cache", "/abort", "/abort_request"})
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 GET_ROUTES_THAT_ACT = frozenset({"/flush_cache", "/health_generate"})
@@ -40,7 +41,7 @@ Check = Callable[[Scope], ApiError | None]
 
 
 class Gate:
-    """Answers a request with the first error that one of its checks returns."""
+    """Middleware that answers a request with the first error that one of its checks returns."""
 
     def __init__(self, app: ASGIApp, checks: Sequence[Check]) -> None:
         self._app = app
@@ -53,10 +54,10 @@ class Gate:
 
 
 def browser_check(host: str, http: HttpConfig) -> Check:
-    """Refuse what a foreign web page asks for, unless its origin is allowed, and foreign names of the server.
+    """Return the check that refuses requests of other sites' pages, and unknown host names of the server.
 
-    Hosts are checked if the server listens on a loopback address (`host`), or if `allowed_hosts` names some. An address
-    as a host is always right: no name stands for it.
+    Host names are checked if the server listens on a loopback address (`host`), or if `allowed_hosts` names some. A
+    Host header that is an IP address always passes, because DNS rebinding needs a name.
     """
     origins = frozenset(http.allowed_origins)
     names = {name.lower() for name in http.allowed_hosts}
@@ -80,10 +81,11 @@ def browser_check(host: str, http: HttpConfig) -> Check:
 
 
 def key_check(http: HttpConfig) -> Check:
-    """Let those pass who send one of the keys, and everybody to the open routes.
+    """Return the check that a request carries one of the keys; OPEN_ROUTES need none.
 
-    With an admin key only that one opens the control routes; it opens the others too. Without `api_keys` these
-    are open. Digests of equal length are compared, all of them, so that the time says nothing of the keys.
+    If there is an admin key, control routes accept that one alone, and other routes accept it too. If there are no
+    `api_keys`, other routes need no key. Every digest is compared, in constant time, so that timing tells nothing of
+    the keys.
     """
     admin = [] if http.admin_api_key is None else [_digest(http.admin_api_key.encode())]
     keys = [_digest(key.encode()) for key in http.api_keys]
@@ -102,9 +104,9 @@ def key_check(http: HttpConfig) -> Check:
 
 
 def client_of(connection: HTTPConnection) -> str:
-    """Return who sends a request: the number of its key, or else its address, which nobody can make up.
+    """Return the sender of a request: the number of its API key, or else its address, which it cannot forge.
 
-    Whoever has one IPv6 address has 2**64, so those count as one. Behind a proxy all have the proxy's.
+    The 2**64 addresses of an IPv6 network count as one sender. Behind a proxy all senders have the proxy's address.
     """
     key: int | None = getattr(connection.state, "api_key", None)
     if key is not None:
@@ -119,7 +121,7 @@ def client_of(connection: HTTPConnection) -> str:
 
 
 def owner_of(connection: HTTPConnection, http: HttpConfig) -> str:
-    """Return who owns what a request leaves behind: a digest of its key; everybody (""), where none is wanted."""
+    """Return the owner of stored data: a digest of the request's key, or "" for everybody if there are no keys."""
     key: int | None = getattr(connection.state, "api_key", None)
     if key is None or not http.api_keys:
         return ""
@@ -127,18 +129,18 @@ def owner_of(connection: HTTPConnection, http: HttpConfig) -> str:
 
 
 def _key_sent(digests: Sequence[bytes], scope: Scope) -> int | None:
-    """Return the number of the key that a request carries; None if it is none of these.
+    """Return the index of the key that a request carries; None if it carries none of these.
 
-    OpenAI's clients send it as a bearer token, Anthropic's as x-api-key; of both, one is enough.
+    OpenAI's clients send it as a bearer token, Anthropic's as x-api-key; if both are sent, one right key is enough.
     """
     sent = _keys_in(scope, b"authorization", BEARER) + _keys_in(scope, b"x-api-key", b"")
-    # All of them: no short cut.
+    # Every key is compared with every digest: stopping early would leak timing.
     matches = [[hmac.compare_digest(_digest(key), known) for known in digests] for key in sent]
     return next((known.index(True) for known in matches if any(known)), None)
 
 
 def _keys_in(scope: Scope, header: bytes, prefix: bytes) -> list[bytes]:
-    """Return the key that stands in a header behind this prefix, unless there are several such headers."""
+    """Return the key in a header, after the prefix, as a list of one; [] if the header is absent or repeated."""
     sent = [value for name, value in scope["headers"] if name == header]
     if len(sent) != 1 or not sent[0].lower().startswith(prefix):
         return []

@@ -1,4 +1,4 @@
-"""Layers around the application: the access log, request ids and unexpected errors, and the bytes of all bodies."""
+"""Middleware around the application: access log, request ids and unexpected errors, and a budget of body bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from minisgl.server.api.http.request_head import speaks_anthropic
 logger = logging.getLogger(__name__)
 
 PROBES = frozenset({"/health", "/ready", "/ping", "/metrics", "/debug/state"})  # asked often: logged as debug
-NO_ANSWER = 499  # status of a request whose client left before its answer began
+NO_ANSWER = 499  # logged as the status if the client left before its answer began
 MAX_PATH = 200  # characters
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,256}")
 SMALL_BODY = 64 * 1024  # bytes
@@ -53,7 +53,7 @@ class AccessLogMiddleware:
 
 
 def _path(scope: Scope) -> str:
-    """Return the path as it was sent, which cannot break or forge a line: without its query, and not endless."""
+    """Return the path as it was sent, without its query, escaped and cut so that it cannot forge a log line."""
     path: str = scope["raw_path"].decode("latin-1")
     text = path if path.isascii() and path.isprintable() else ascii(path)[1:-1]
     return text if len(text) <= MAX_PATH else text[:MAX_PATH] + "..."
@@ -62,7 +62,7 @@ def _path(scope: Scope) -> str:
 class RequestIdMiddleware:
     """Gives every answer its x-request-id, and turns an unexpected exception into an answer that has one.
 
-    Under `root_path`, paths with that prefix and without are the same: some reverse proxies strip it, some do not.
+    Paths with and without the prefix `root_path` are the same: some reverse proxies strip it, some do not.
     """
 
     def __init__(self, app: ASGIApp, root_path: str = "") -> None:
@@ -101,7 +101,7 @@ def request_id_of(connection: HTTPConnection) -> str:
 
 
 def _request_id(scope: Scope) -> bytes:
-    """Return the client's own, if it is one that can be sent back, or a new one."""
+    """Return the client's own request id if it can be sent back as a header, else a new one."""
     for name, value in scope["headers"]:
         if name == b"x-request-id" and REQUEST_ID.fullmatch(value):
             return bytes(value)
@@ -111,7 +111,7 @@ def _request_id(scope: Scope) -> bytes:
 class BodyBudgetMiddleware:
     """Bounds the bytes of all bodies that are held, from their arrival until their requests are answered.
 
-    SMALL_BODY bytes of each body are not counted: ordinary requests are served while large ones must wait.
+    The first SMALL_BODY bytes of each body are not counted, so that ordinary requests are served while large ones wait.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:

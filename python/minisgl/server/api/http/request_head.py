@@ -1,4 +1,4 @@
-"""Readings of a request's head that every layer needs: its route, and the API whose words its client reads."""
+"""Facts of a request's head that several middlewares need: its route, and the API that its client speaks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ ANTHROPIC_ROUTE = "/v1/messages"  # and all below it
 
 
 def route_path(scope: Scope) -> str:
-    """Return the path as the routes know it."""
+    """Return the path without the `root_path` of a reverse proxy, as routes are declared."""
     path: str = scope["path"]
     root: str = scope["root_path"]
     return path.removeprefix(root) if path.startswith(root + "/") else path
 
 
 def speaks_anthropic(scope: Scope) -> bool:
-    """True if the client reads errors in Anthropic's shape."""
+    """Return True if the client expects errors in Anthropic's form."""
     path = route_path(scope)
     return path == ANTHROPIC_ROUTE or path.startswith(f"{ANTHROPIC_ROUTE}/")

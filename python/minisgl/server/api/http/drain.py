@@ -1,0 +1,119 @@
+"""The drain of a server that ends: requests under way are answered, new ones are refused.
+
+The listening socket stays open meanwhile: a load balancer learns from 503 that it must send requests elsewhere, and
+clients are told when to come again; from a refused connection both would learn only that something is broken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from minisgl.server.api.http.errors import ApiError, shutting_down
+from minisgl.server.api.http.request_head import route_path
+
+# Served during a drain, for operators who watch it or want to end it sooner.
+WATCHING_ROUTES = frozenset(
+    {"/metrics", "/version", "/server_info", "/get_server_info", "/abort", "/abort_request"},
+)
+
+
+class Drain:
+    """Count of requests under way, and the error for requests that are refused."""
+
+    def __init__(self) -> None:
+        self.error: ApiError | None = None  # for refused requests and for those not answered in time; None: no drain
+        self.num_requests = 0  # requests under way
+        self._unanswered: set[asyncio.Task[None]] = set()  # tasks of requests whose answers have not begun
+        self._begun = asyncio.Event()
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
+
+    def begin(self) -> None:
+        """Refuse new requests from now on."""
+        self.error = self.error or shutting_down(None)
+        self._begun.set()
+
+    def end(self, error: ApiError) -> None:
+        """Answer every request whose answer has not begun with this error."""
+        self.error = error
+        self._begun.set()
+        for task in self._unanswered:
+            task.cancel()
+
+    async def begun(self) -> None:
+        """Wait until the drain begins."""
+        await self._begun.wait()
+
+    async def empty(self) -> None:
+        """Wait until all requests under way are answered."""
+        await self._is_empty.wait()
+
+    def enter(self, request: asyncio.Task[None]) -> None:
+        """Add a request, identified by the task that answers it."""
+        self.num_requests += 1
+        self._is_empty.clear()
+        self._unanswered.add(request)
+
+    def answering(self, request: asyncio.Task[None]) -> None:
+        """Note that a request's answer has begun: `end` no longer cancels its task."""
+        self._unanswered.discard(request)
+
+    def leave(self, request: asyncio.Task[None]) -> None:
+        """Remove a request that is answered."""
+        self._unanswered.discard(request)
+        self.num_requests -= 1
+        if not self.num_requests:
+            self._is_empty.set()
+
+
+class DrainGate:
+    """Middleware that refuses requests once the drain has begun, those to WATCHING_ROUTES excepted."""
+
+    def __init__(self, app: ASGIApp, drain: Drain) -> None:
+        self._app = app
+        self._drain = drain
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        drain = self._drain
+        if drain.error is None:
+            await self._answer(scope, receive, send)
+        elif route_path(scope) in WATCHING_ROUTES:
+            await self._app(scope, receive, closing(send))
+        else:
+            await drain.error.response(scope)(scope, receive, closing(send))
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        drain, started = self._drain, False
+        task: asyncio.Task[None] | None = asyncio.current_task()
+        assert task is not None  # uvicorn answers every request in a task of its own
+
+        async def send_answer(message: Message) -> None:
+            nonlocal started
+            if not started:
+                started = True
+                drain.answering(task)
+            await send(message)
+
+        drain.enter(task)
+        try:
+            await self._app(scope, receive, send_answer)
+        except asyncio.CancelledError:
+            if drain.error is None or started:
+                raise
+            task.uncancel()
+            await drain.error.response(scope)(scope, receive, closing(send))
+        finally:
+            drain.leave(task)
+
+
+def closing(send: Send) -> Send:
+    """Return a `send` that adds `connection: close` to the answer."""
+
+    async def send_closing(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message["headers"], (b"connection", b"close")]
+        await send(message)
+
+    return send_closing
