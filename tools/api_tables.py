@@ -16,7 +16,7 @@ from typing import Any
 from minisgl.limits import Limits
 from minisgl.request_fields import TOKEN_ID, Bound, RequestField
 from minisgl.server.api.anthropic import bodies as anthropic
-from minisgl.server.api.bodies import schema
+from minisgl.server.api.bodies import route_bodies
 from minisgl.server.api.bodies.request_body import Body, RequestBody
 from minisgl.server.api.openapi import body_components, declaration_of
 from minisgl.server.api.pooling import bodies as pooling
@@ -24,7 +24,7 @@ from minisgl.server.api.responses.body import ResponsesBody
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 MARKED = re.compile(r"(<!-- fields (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-BODIES = {**vars(schema), **vars(anthropic), **vars(pooling), "ResponsesBody": ResponsesBody}
+BODIES = {**vars(route_bodies), **vars(anthropic), **vars(pooling), "ResponsesBody": ResponsesBody}
 LIMITS = Limits(max_seq_len=1, vocab_size=1)  # limits that only a model has are named
 LIMIT_WORDS = {
     "max_seq_len": "the context length",

@@ -15,7 +15,7 @@ from minisgl.message.to_api import OutputDelta
 from minisgl.message.to_tokenizer import ChatPrompt, Generate
 from minisgl.message.types import PositionLogprobs, TextOptions, TokenLogprob, pack_ids
 from minisgl.server.api.answers.chat_writer import ChatOptions, ChatWriter
-from minisgl.server.api.bodies.schema import ChatBody
+from minisgl.server.api.bodies.route_bodies import ChatBody
 from minisgl.server.api.requests.open_request import Delta
 
 PATH = "/v1/chat/completions"

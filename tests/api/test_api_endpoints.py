@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from minisgl.message.to_tokenizer import ChatPrompt, Encode, Generate, IdsPrompt, TextPrompt
 from minisgl.message.types import Abort, FlushCache, StatsRequest, unpack_ids
-from minisgl.server.api.bodies.schema import ChatBody, CompletionBody, GenerateBody, SglangBody
+from minisgl.server.api.bodies.route_bodies import ChatBody, CompletionBody, GenerateBody, SglangBody
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "hello there"}

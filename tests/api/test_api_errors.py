@@ -14,7 +14,7 @@ from api_harness import MODEL, RawClient, RunningServer
 from fake_engine import LIMITS
 
 from minisgl.message.to_tokenizer import Generate
-from minisgl.server.api.bodies.schema import ChatBody
+from minisgl.server.api.bodies.route_bodies import ChatBody
 from minisgl.server.api.routes.endpoint import MAX_LOGGED, UNKNOWN_FIELD, LogOnce
 
 CHAT = "/v1/chat/completions"

@@ -20,7 +20,7 @@ from pydantic_core import from_json
 from minisgl.config import HttpConfig
 from minisgl.message.to_tokenizer import Generate
 from minisgl.server.api.api_process import COLLECT_AFTER
-from minisgl.server.api.bodies.body import MAX_ITEMS, MAX_VALUES, BodyScan, check_numbers
+from minisgl.server.api.bodies.read_body import MAX_ITEMS, MAX_VALUES, BodyScan, check_numbers
 from minisgl.server.api.http.errors import ApiError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -17,9 +17,9 @@ from api_tables import PAGE, write_tables
 from minisgl.message.to_tokenizer import Generate
 from minisgl.server.api.anthropic.bodies import CountTokensBody, MessagesBody
 from minisgl.server.api.app import TOPICS
-from minisgl.server.api.bodies.body import validate
+from minisgl.server.api.bodies.read_body import validate
 from minisgl.server.api.bodies.request_body import Body, RequestBody
-from minisgl.server.api.bodies.schema import (
+from minisgl.server.api.bodies.route_bodies import (
     AbortBody,
     ChatBody,
     CompletionBody,

@@ -13,7 +13,7 @@ from api_sse import parse_events
 from minisgl.message.to_tokenizer import ChatPrompt, Generate
 from minisgl.parsers.streaming import CallStart
 from minisgl.server.api.answers.chat_writer import ChatOptions, Choice
-from minisgl.server.api.bodies.schema import ChatBody
+from minisgl.server.api.bodies.route_bodies import ChatBody
 from minisgl.server.api.requests.open_request import Delta
 
 PATH = "/v1/chat/completions"

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from minisgl.server.api.bodies.schema import ChatBody
+from minisgl.server.api.bodies.route_bodies import ChatBody
 from minisgl.shell.chat_client import ChatError, _event_data
 from minisgl.shell.session import SAMPLING_FIELDS, Answer, Conversation, Sampling
 from minisgl.shell.shell_process import local_url

@@ -21,9 +21,10 @@ from minisgl.server.api.http.drain import Drain, DrainGate
 from minisgl.server.api.http.errors import ApiError, invalid_request
 from minisgl.server.api.http.gates import Gate, browser_check, key_check
 from minisgl.server.api.http.middleware import AccessLogMiddleware, BodyBudgetMiddleware, RequestIdMiddleware
-from minisgl.server.api.openapi import DocsRoutes, openapi_document
+from minisgl.server.api.openapi import openapi_document
 from minisgl.server.api.requests.engine_client import EngineClient, Heartbeat
 from minisgl.server.api.responses.store import ResponseStore
+from minisgl.server.api.routes.docs import DocsRoutes
 from minisgl.server.api.routes.endpoint import Routes, Service
 from minisgl.server.api.routes.generation import GenerationRoutes
 from minisgl.server.api.routes.glass_box import GlassBoxRoutes
@@ -61,7 +62,7 @@ def build_app(
     """Return the application of all endpoints, by topic, with the document that is made from them.
 
     They enter as plain Starlette routes: FastAPI's own cost twice the time a request, and read bodies before the limits
-    of `bodies.body` are checked.
+    of `bodies.read_body` are checked.
     """
     service = Service(client, heartbeat, config, limits, parsers, responses)
     topics = {name: topic(service).endpoints() for name, topic in TOPICS.items()}

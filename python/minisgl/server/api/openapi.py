@@ -1,23 +1,16 @@
-"""The OpenAPI document, and the pages that show it: /openapi.json, /docs (Swagger UI) and /redoc.
+"""The OpenAPI document, made from the endpoints, the declarations of the bodies' fields and the types of the answers.
 
-It is made from the endpoints, the declarations of the bodies' fields and the types of the answers: bodies are pydantic
-models whose JSON Schemas are completed by each field's `RequestField`, answers are msgspec structs. The pages' files
-come from the package fastapi-offline, and a browser is told to load nothing from elsewhere. Addresses are relative, so
-that they hold behind a proxy with --root-path. Specification: https://spec.openapis.org/oas/v3.1.0
+Bodies are pydantic models whose JSON Schemas are completed by each field's `RequestField`; answers are msgspec structs.
+Specification: https://spec.openapis.org/oas/v3.1.0
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
-from fastapi.openapi.docs import get_redoc_html, get_swagger_ui_html
 from pydantic.json_schema import models_json_schema
-from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
-from starlette.staticfiles import StaticFiles
 
 from minisgl import __version__
 from minisgl.config import ServerConfig
@@ -34,7 +27,7 @@ ERRORS = {
     400: "A field is wrong, out of range or not supported, or the body is not JSON; `param` names the field.",
     401: "There is no key, or a wrong one.",
     403: "The origin of a web page, or the name of the server, is not allowed.",
-    404: "There is no such model.",
+    404: "There is no such model or stored response.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
     415: "The body is not application/json.",
@@ -111,7 +104,7 @@ def _operations(
 
 
 def _event_schema(events: Sequence[Json], *, ends_with_done: bool) -> Json:
-    """Return the schema of a server-sent event, whose data is one of these as a JSON text, or a stream's last."""
+    """Return the schema of a server-sent event, whose data is the JSON text of one of these, or [DONE] at the end."""
     data: Json = {"contentMediaType": "application/json", "contentSchema": _one_of(events)}
     if ends_with_done:
         data = _one_of([{"const": "[DONE]"}, data])
@@ -136,17 +129,17 @@ def _one_of(schemas: Sequence[Json]) -> Json:
 
 
 def declaration_of(body: type[Body], name: str) -> RequestField:
-    """Return a field's own declaration, or else that of the sampling parameter of its name."""
+    """Return a field's own declaration, or that of the sampling parameter with its name."""
     return request_fields(body).get(name) or request_fields(SamplingParams)[name]
 
 
 def body_example(body: type[Body]) -> Json:
-    """Return a body of the fields that its class names, each with its declaration's example."""
+    """Return a body with the `example_fields` of its class, each with its declaration's example."""
     return {name: declaration_of(body, name).example for name in body.example_fields}
 
 
 def body_components(bodies: Sequence[type[Body]], sampling_defaults: Json, limits: Limits) -> dict[str, Json]:
-    """Return the bodies' schemas, and of the types inside them, by name; with the defaults of the model."""
+    """Return schemas by name of the bodies and the types inside them, with the model's defaults of sampling."""
     _, document = models_json_schema([(body, "validation") for body in bodies], ref_template=REF)
     components: dict[str, Json] = document.get("$defs", {})
     for component in components.values():
@@ -173,8 +166,8 @@ def _description(body: type[Body]) -> str:
 
 
 def _complete(schema: Json, field: RequestField, limits: Limits) -> None:
-    """Add a field's sentence, example and bounds to its JSON Schema, to each type that it may have."""
-    if schema.get("default", "") is None:  # it is what a field that is left out means already
+    """Add a field's sentence, example and bounds to its JSON Schema, for each type that it may have."""
+    if schema.get("default", "") is None:  # null means the same as leaving the field out
         del schema["default"]
     schema |= field.schema(limits)
     for kind in schema.get("anyOf", [schema]):
@@ -194,63 +187,3 @@ def _complete(schema: Json, field: RequestField, limits: Limits) -> None:
 def _entry(field: RequestField, schema: Json, limits: Limits) -> Json:
     lengths = field.length_schema("string", limits) if schema.get("type") == "string" else {}
     return field.schema(limits) | lengths
-
-
-FAVICON = "docs/favicon.png"
-HEADERS = {
-    "content-security-policy": (
-        "default-src 'none'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; "
-        "img-src 'self' data:; font-src 'self' data:; connect-src 'self'; worker-src blob:; "
-        "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
-    )
-}
-
-
-class DocsRoutes:
-    def __init__(self, document: Callable[[], Json]) -> None:
-        """`document` returns the OpenAPI document; it is called once, when somebody asks."""
-        self._document = document
-        self._encoded: bytes | None = None
-        self._making = asyncio.Lock()
-        self._files = StaticFiles(packages=[("fastapi_offline", "static")])
-
-    def endpoints(self) -> list[Endpoint]:
-        return [
-            Endpoint("/openapi.json", self.openapi, documented=False),
-            Endpoint("/docs", self.swagger, documented=False),
-            Endpoint("/redoc", self.redoc, documented=False),
-            Endpoint("/docs/{file}", self.file, documented=False),
-        ]
-
-    async def openapi(self, _request: Request) -> Response:
-        """Return the OpenAPI document."""
-        async with self._making:
-            if self._encoded is None:  # in a thread: it takes longer than streams should wait
-                self._encoded = await asyncio.to_thread(lambda: msgspec.json.encode(self._document()))
-        return Response(self._encoded, media_type="application/json")
-
-    async def swagger(self, _request: Request) -> Response:
-        """Return the page of Swagger UI."""
-        page = get_swagger_ui_html(
-            openapi_url="openapi.json",
-            title="Minisgl",
-            swagger_js_url="docs/swagger-ui-bundle.js",
-            swagger_css_url="docs/swagger-ui.css",
-            swagger_favicon_url=FAVICON,
-        )
-        return HTMLResponse(page.body, headers=HEADERS)
-
-    async def redoc(self, _request: Request) -> Response:
-        """Return the page of ReDoc."""
-        page = get_redoc_html(
-            openapi_url="openapi.json",
-            title="Minisgl",
-            redoc_js_url="docs/redoc.standalone.js",
-            redoc_favicon_url=FAVICON,
-            with_google_fonts=False,
-        )
-        return HTMLResponse(page.body, headers=HEADERS)
-
-    async def file(self, request: Request) -> Response:
-        """Return a file of the pages."""
-        return await self._files.get_response(request.path_params["file"], request.scope)

@@ -1,4 +1,4 @@
-"""Answers: each route that generates makes a job of its body and has a writer of what comes back.
+"""Answers of generating routes: each route has a function from its body to a job, and a writer of the job's output.
 
-`answer` is the HTTP side of that, from submission to the last byte. Forms are declared beside their writers.
+`answer` is the HTTP side, from submission to the last byte. Response objects are declared beside their writers.
 """

@@ -1,8 +1,7 @@
 """The HTTP side of one generation: an ASGI response that owns the request from its submission to its last byte.
 
-The request is submitted here and not in the handler, so that there is no moment in which it is on its way and nobody
-watches its client: `receive` is listened to from before the first byte until after the last, and however this ends,
-the `with` block gives everything back.
+The request is submitted here and not in the route's handler, so that from its submission on a task listens to `receive`
+for the client's disconnect. Whatever ends the answer, the `with` block aborts what is unfinished.
 """
 
 from __future__ import annotations
@@ -48,27 +47,27 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Writer(ABC):
-    """Writes what the engine gave, in the form of one route. A stream begins, fails and ends as OpenAI's by default."""
+    """Writes the engine's output in the form of one route. By default a stream fails and ends as OpenAI's do."""
 
     stream_end: ClassVar[bytes] = b"data: [DONE]\n\n"
-    in_thread: ClassVar[bool] = False  # a whole answer takes long to write, which a thread of its own does
+    in_thread: ClassVar[bool] = False  # True if `body` takes so long that it must run in a thread
     id: str  # id of the answer
 
     def begin(self, request: OpenRequest) -> None:
-        """Take the request, whose prompts are all accepted, for the calls that follow."""
+        """Set the request whose output will be written; all its prompts are accepted."""
         self._request = request
 
     def first_events(self) -> bytes:
-        """Return the events with which a stream begins, before any delta."""
+        """Return the events before the first delta."""
         return b""
 
     @abstractmethod
     def events(self, delta: Delta) -> bytes:
-        """Return the events of a delta; none when it brings no text."""
+        """Return the events of a delta; b"" if there is nothing to tell of it."""
 
     @abstractmethod
     def last_events(self, usage: Usage) -> bytes:
-        """Return what follows the last delta, before `stream_end`."""
+        """Return the events after the last delta, before `stream_end`."""
 
     def error_event(self, error: ApiError) -> bytes:
         """Return the event of an error that cuts a stream short, before `stream_end`."""
@@ -76,7 +75,7 @@ class Writer(ABC):
 
     @abstractmethod
     def body(self, choices: list[Delta], usage: Usage) -> bytes:
-        """Return the whole answer, when it is not streamed."""
+        """Return the whole answer, if it is not streamed."""
 
     async def keep(self) -> None:
         """Store an answer that has ended, before its client is told of the end."""
@@ -94,12 +93,12 @@ def server_sent_event(data: msgspec.Struct) -> bytes:
 
 
 def named_event(data: msgspec.Struct) -> bytes:
-    """Return an event of a stream, under the name of its type."""
+    """Return an event of a stream, named by the struct's tag."""
     return b"event: %b\ndata: %b\n\n" % (str(data.__struct_config__.tag).encode(), msgspec.json.encode(data))
 
 
 class EventStream:
-    """Sink that writes events."""
+    """Sink that writes the events of deltas to a streamed body."""
 
     def __init__(self, writer: Writer, body: StreamBody) -> None:
         self._writer = writer
@@ -121,18 +120,18 @@ class Answer:
     """Submits a job and writes its answer, as a stream of events or as one JSON body."""
 
     def __init__(self, client: EngineClient, job: Job, writer: Writer, *, stream: bool, names: tuple[str, ...]) -> None:
-        """`names`: what the client may call it, besides the answer's id."""
+        """`names`: ids by which `EngineClient.abort` finds the request, besides the answer's id."""
         self._client = client
         self._names = (*names, writer.id)
         self._job = job
         self._writer = writer
         self._stream = stream
-        self._started = False  # the status line has left
+        self._started = False  # the status line has been sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request: OpenRequest | None = None
         try:
-            await asyncio.sleep(0)  # making the job may have taken long
+            await asyncio.sleep(0)  # making the job may have taken long: others get their turn
             with self._client.open(self._job, self._names) as request:
                 watcher = asyncio.create_task(self._watch(request, receive))
                 try:
@@ -170,11 +169,11 @@ class Answer:
     async def _send_body(self, request: OpenRequest, _scope: Scope, send: Send) -> None:
         choices = await request.complete()
         self._writer.begin(request)
-        await asyncio.sleep(0)  # with thousands of choices each step takes a turn of its own
+        await asyncio.sleep(0)  # with thousands of choices each of these calls takes long: others get their turn
         sampling, usage = request.job.sampling, usage_of(request)
         if not self._writer.in_thread and sampling.logprobs is None and sampling.prompt_logprobs is None:
             data = self._writer.body(choices, usage)
-        else:  # log-probabilities of many tokens are made into objects for seconds, other threads come in between
+        else:  # log-probabilities of many tokens take seconds to write, during which other threads can run
             data = await asyncio.to_thread(self._writer.body, choices, usage)
         await self._writer.keep()
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: from its body to a job for the engine and the form of its answer."""
+"""POST /v1/chat/completions: from its body to a job for the engine and the options of its writer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from minisgl.parsers.parser_choice import NONE, AnswerParser, Parsers
 from minisgl.server.api.answers.chat_writer import ChatOptions
 from minisgl.server.api.bodies.conversation import Message, template_messages
 from minisgl.server.api.bodies.request_body import GRAMMAR_FIELDS
-from minisgl.server.api.bodies.schema import ChatBody
+from minisgl.server.api.bodies.route_bodies import ChatBody
 from minisgl.server.api.bodies.tools import ToolUse
 from minisgl.server.api.http.errors import invalid_request
 from minisgl.server.api.requests.open_request import Job
@@ -21,7 +21,7 @@ from minisgl.structured_output.tool_grammar import calls_grammar, check_strict, 
 
 
 def chat_job(body: ChatBody, use: ToolUse, limits: Limits, parsers: Parsers, model: str) -> tuple[Job, ChatOptions]:
-    """Return the job of a body and the form of its answer; InvalidRequest or ApiError if that is not possible."""
+    """Return the job of a body and the options of its writer; InvalidRequest or ApiError if the body is wrong."""
     messages = template_messages(body.messages)
     if use.required:
         parsers = parsers.demanding_calls()
@@ -61,7 +61,7 @@ def _job(body: ChatBody, limits: Limits, parsers: Parsers, use: ToolUse, message
 
 
 def _calls_grammar(parsers: Parsers, use: ToolUse, content: Grammar | None) -> Grammar | None:
-    """Return the grammar of calls that the client demands, or of those that the model is free to make."""
+    """Return the grammar of the calls that the answer must or may have; None if they are not constrained."""
     if not use.schemas or not (use.required or use.strict or content is not None):
         return None
     form = parsers.call_form
@@ -75,7 +75,8 @@ def _calls_grammar(parsers: Parsers, use: ToolUse, content: Grammar | None) -> G
         return calls
     if form == "llama3_json" or content.kind == "ebnf":
         raise InvalidRequest(
-            "tools", "with constrained content, tools cannot be left to this model's choice: see tool_choice"
+            "tools",
+            "tools with constrained content need tool_choice none or required, given this model's form of calls",
         )
     return either(form, calls, content)
 
@@ -83,7 +84,7 @@ def _calls_grammar(parsers: Parsers, use: ToolUse, content: Grammar | None) -> G
 def _parser_maker(
     body: ChatBody, parsers: Parsers, use: ToolUse, messages: list[Message]
 ) -> Callable[[str], AnswerParser | None]:
-    """Return what makes the parser of each choice, once the end of the prompt is known."""
+    """Return a function from the end of the prompt to a choice's parser."""
     continued = messages[-1]["content"] if body.continue_final_message else ""
 
     def make(prompt_end: str) -> AnswerParser | None:
@@ -95,7 +96,7 @@ def _parser_maker(
 
 
 def _echo(body: ChatBody, messages: list[Message]) -> str:
-    """Return the beginning of the answer's content: the message that it continues, if that is asked for."""
+    """Return the text with which the answer's content begins: with `echo`, the message that it continues."""
     last: dict[str, Any] = messages[-1]
     continues = body.continue_final_message or body.add_generation_prompt is False or last["role"] == "assistant"
     return last["content"] if body.echo and continues else ""

@@ -1,4 +1,4 @@
-"""Writes what the engine gives as chat.completion objects, or as chat.completion.chunk events."""
+"""Writes the engine's output as a chat.completion object, or as chat.completion.chunk events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from minisgl.parsers.parser_choice import AnswerParser
 from minisgl.parsers.streaming import CallArguments, CallStart, Content, Event, Reasoning
 from minisgl.server.api.answers.answer import CompletionTokensDetails, Usage, Writer, server_sent_event, usage_of
 from minisgl.server.api.answers.logprob_forms import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
-from minisgl.server.api.bodies.schema import ChatBody
+from minisgl.server.api.bodies.route_bodies import ChatBody
 from minisgl.server.api.bodies.tools import ToolUse
 from minisgl.server.api.requests.open_request import Delta, OpenRequest
 
@@ -26,7 +26,7 @@ ChatFinishReason: TypeAlias = Literal["stop", "length", "tool_calls", "function_
 
 
 class FunctionCall(msgspec.Struct):
-    arguments: str  # JSON, if the model wrote such
+    arguments: str  # JSON, unless the model wrote something else
     name: str
 
 
@@ -36,7 +36,7 @@ class ToolCall(msgspec.Struct, frozen=True, tag_field="type", tag="function"):
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """The reasoning has two names: DeepSeek's, and vLLM's newer one."""
+    """Message of an answer. The reasoning has two names: DeepSeek's, and vLLM's newer one."""
 
     content: str | None
     role: str = "assistant"
@@ -44,7 +44,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
-    function_call: FunctionCall | UnsetType = UNSET  # the older form, of those who ask in it
+    function_call: FunctionCall | UnsetType = UNSET  # older form of tool_calls, if the request used `functions`
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -73,7 +73,7 @@ class FunctionDelta(msgspec.Struct, frozen=True):
 
 
 class CallDelta(msgspec.Struct, frozen=True):
-    """The first of a call has its id, type and name, all others more of its arguments."""
+    """Part of a call: the first has the call's id, type and name, each later one more of its arguments."""
 
     index: int
     function: FunctionDelta
@@ -82,7 +82,7 @@ class CallDelta(msgspec.Struct, frozen=True):
 
 
 class ChatDelta(msgspec.Struct, frozen=True):
-    """Fields that are new; those that are not set are not written."""
+    """What a chunk adds to the message; fields that are unset are not written."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -114,7 +114,7 @@ class ChatChunk(msgspec.Struct, frozen=True, tag_field="object", tag="chat.compl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """Form of an answer: what its body says, and what follows from it."""
+    """Options of an answer's writer: the request's body, and values derived from it."""
 
     body: ChatBody
     model: str
@@ -125,13 +125,13 @@ class ChatOptions:
 
 
 class Choice:
-    """One choice: its parser, and what waits for a chunk to go with."""
+    """One choice: its parser, and log-probabilities and ids that wait for the next chunk."""
 
     def __init__(self, options: ChatOptions, parser: AnswerParser | None) -> None:
         self._options = options
         self._parser = parser
         self.num_calls = 0  # calls written so far
-        self.begun = False  # its role has left
+        self.begun = False  # the chunk with the role has been written
         self.logprobs: list[PositionLogprobs] = []
         self.token_ids: list[int] = []
 
@@ -140,7 +140,7 @@ class Choice:
         return 0 if self._parser is None else self._parser.reasoning_tokens
 
     def take(self, delta: Delta) -> list[Event]:
-        """Return what a delta brought, as few events as say it."""
+        """Return the events of a delta, neighbours of the same kind merged."""
         if self._options.body.logprobs:
             self.logprobs += delta.logprobs
         if self._options.body.return_token_ids:
@@ -168,9 +168,9 @@ class Choice:
                 return True
 
     def finish_reason(self, delta: Delta) -> ChatFinishReason | None:
-        """Return OpenAI's: what stopped after calls stopped because of them, unless they were asked for by name."""
+        """Return OpenAI's finish reason, which is tool_calls after calls, unless the client named the tool."""
         if delta.finish == "abort" or delta.finish == "error":
-            raise ValueError("an answer that ended early is an error, and not written")
+            raise ValueError("an aborted or failed answer is an error: it has no finish reason")
         if delta.finish == "stop" and self.num_calls and not self._options.use.named:
             return "function_call" if self._options.body.functions else "tool_calls"
         return delta.finish
@@ -185,7 +185,7 @@ class Choice:
 
 
 class ChatWriter(Writer):
-    """Writes one answer."""
+    """Writes one chat completion."""
 
     def __init__(self, options: ChatOptions) -> None:
         self.id = f"chatcmpl-{uuid.uuid4().hex}"
@@ -194,7 +194,7 @@ class ChatWriter(Writer):
         self._include_usage = options.body.wants_usage()
         self._tier: str | UnsetType = UNSET if options.body.service_tier is None else options.body.service_tier
         self._choices: list[Choice] = []
-        self._told_prompt = False  # its ids and log-probabilities have left
+        self._told_prompt = False  # the prompt's ids and log-probabilities have been written
 
     def begin(self, request: OpenRequest) -> None:
         super().begin(request)
@@ -269,7 +269,7 @@ class ChatWriter(Writer):
         return msgspec.structs.replace(usage, completion_tokens_details=CompletionTokensDetails(tokens))
 
     def _of_prompt(self, deltas: list[Delta]) -> tuple[list[int] | UnsetType, PromptLogprobs | UnsetType]:
-        """Return the prompt's ids and log-probabilities, once, if they are wanted."""
+        """Return the prompt's ids and log-probabilities, if requested, at the first call."""
         if self._told_prompt:
             return UNSET, UNSET
         self._told_prompt = True
@@ -281,7 +281,7 @@ class ChatWriter(Writer):
 
 
 def merged(events: Iterable[Event]) -> list[Event]:
-    """Return as few events as say the same: texts of one kind that follow each other are joined."""
+    """Return the events with the texts of neighbours of the same kind joined."""
     result: list[Event] = []
     for _, group in groupby(events, key=lambda event: (type(event), getattr(event, "index", None))):
         same = list(group)
@@ -295,7 +295,7 @@ def merged(events: Iterable[Event]) -> list[Event]:
 
 
 def delta_of(event: Event, options: ChatOptions) -> ChatDelta:
-    """Return what an event adds to the message."""
+    """Return the part of a message that an event adds."""
     match event:
         case Content(text):
             return ChatDelta(content=text)
@@ -312,7 +312,7 @@ def delta_of(event: Event, options: ChatOptions) -> ChatDelta:
 
 
 def message_of(events: Iterable[Event], options: ChatOptions) -> ChatMessage:
-    """Return the message that all events of a choice make."""
+    """Return the message made of all events of a choice."""
     content, reasoning = options.echo, ""
     calls: list[ToolCall] = []
     for event in events:

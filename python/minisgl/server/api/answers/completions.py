@@ -1,6 +1,6 @@
-"""POST /v1/completions, and /generate, Mini-SGLang's simple interface of one prompt and one answer.
+"""POST /v1/completions, and /generate: Mini-SGLang's simple interface of one prompt and one answer.
 
-Each has a function from its body to a job and a writer of its answer; of a choice both tell the same.
+Each has a function from its body to a job, and a writer of its answer; both writers share `ChoiceText`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from minisgl.server.api.answers.logprob_forms import (
     prompt_logprobs,
 )
 from minisgl.server.api.bodies.plain_prompts import parse_prompt, parse_prompts
-from minisgl.server.api.bodies.schema import CompletionBody, GenerateBody
+from minisgl.server.api.bodies.route_bodies import CompletionBody, GenerateBody
 from minisgl.server.api.requests.open_request import Delta, Job, OpenRequest
 
 
@@ -41,7 +41,7 @@ class TextChoice(msgspec.Struct, frozen=True):
 
 
 class TextCompletion(msgspec.Struct, frozen=True, tag_field="object", tag="text_completion"):
-    """The whole answer, and also a chunk of it."""
+    """Answer of /v1/completions: the whole, or a chunk of a stream."""
 
     id: str
     created: int
@@ -51,7 +51,7 @@ class TextCompletion(msgspec.Struct, frozen=True, tag_field="object", tag="text_
 
 
 class Generated(msgspec.Struct, frozen=True):
-    """The whole answer of /generate, and also a chunk of it."""
+    """Answer of /generate: the whole, or a chunk of a stream."""
 
     id: str
     text: str
@@ -65,7 +65,7 @@ class Generated(msgspec.Struct, frozen=True):
 
 
 class Text(NamedTuple):
-    """Text of a choice and what goes with it, in the order of the response objects' fields."""
+    """Text of a choice, with log-probabilities and ids, in the order of the response objects' fields."""
 
     text: str
     logprobs: TextLogprobs | None = None
@@ -78,7 +78,7 @@ NO_TEXT = Text("")
 
 
 class ChoiceText:
-    """One choice's way from deltas to what is told of them."""
+    """One choice: makes the `Text` of each delta."""
 
     def __init__(self, body: CompletionBody | GenerateBody, request: OpenRequest, index: int) -> None:
         prompt = index // request.job.n
@@ -94,9 +94,9 @@ class ChoiceText:
         self._tells_tokens = self._logprobs is not None or body.return_token_ids
 
     def take(self, delta: Delta) -> Text | None:
-        """Return what there is to tell, at first also of the prompt. None: nothing.
+        """Return the text of a delta, the first time with the prompt's; None if there is nothing to write.
 
-        Tokens whose text is held back are told before it.
+        Ids and log-probabilities are written as they come, even if the tokens' text is still held back.
         """
         if self._tells_prompt:
             self._tells_prompt = False
@@ -142,7 +142,7 @@ def completion_job(body: CompletionBody, limits: Limits) -> Job:
 
 
 class CompletionWriter(Writer):
-    """Writes text_completion objects: the whole answer, or one event a chunk."""
+    """Writes text_completion objects: the whole answer, or one for each event."""
 
     def __init__(self, model: str, body: CompletionBody) -> None:
         self.id = f"cmpl-{uuid.uuid4().hex}"
@@ -189,7 +189,7 @@ class CompletionWriter(Writer):
         return encode(TextCompletion(self.id, self._created, self._model, written, usage))
 
     def _best(self, choices: list[Delta]) -> list[Delta]:
-        """Return the n most likely answers to each prompt, the best first; all, in order, if they are n."""
+        """Return the n most likely answers to each prompt, best first; if there are only n, all in their order."""
         made, wanted = self._body.num_choices, self._body.n
         if made == wanted:
             return choices
@@ -216,7 +216,7 @@ def generate_job(body: GenerateBody, limits: Limits) -> Job:
 
 
 class GenerateWriter(Writer):
-    """Writes `Generated` objects: the whole answer, or one event a chunk."""
+    """Writes `Generated` objects: the whole answer, or one for each event."""
 
     def __init__(self, body: GenerateBody) -> None:
         self._body = body

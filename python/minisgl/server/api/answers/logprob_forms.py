@@ -1,4 +1,4 @@
-"""Log-probabilities as clients know them: OpenAI's two forms, chat's and the older one of completions, and vLLM's.
+"""Log-probabilities in the forms of the APIs: OpenAI's for chats, OpenAI's older one for completions, and vLLM's.
 
 A token's own value and its entry among the alternatives are the same number bit for bit, so that clients may compare.
 """
@@ -35,7 +35,7 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 
 class TextLogprobs(msgspec.Struct, frozen=True):
-    """The older form, of completions: parallel lists, an entry a token. The first token of a prompt has no values."""
+    """Form of completions: parallel lists with an entry for each token. The first token of a prompt has no values."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -44,7 +44,7 @@ class TextLogprobs(msgspec.Struct, frozen=True):
 
     @classmethod
     def join(cls, parts: Sequence[TextLogprobs]) -> TextLogprobs:
-        """Return the parts one after the other."""
+        """Return the concatenation of the parts."""
         return cls(
             [token for part in parts for token in part.tokens],
             [logprob for part in parts for logprob in part.token_logprobs],
@@ -54,7 +54,7 @@ class TextLogprobs(msgspec.Struct, frozen=True):
 
 
 class PromptLogprob(msgspec.Struct, frozen=True):
-    """vLLM's."""
+    """A token of the prompt, or an alternative to it, in vLLM's form."""
 
     logprob: float
     rank: int
@@ -65,7 +65,7 @@ PromptLogprobs: TypeAlias = list[dict[str, PromptLogprob] | None]  # by token id
 
 
 def token_text(text: bytes) -> str:
-    """Return a token as text. One that is a part of a character is written as OpenAI does, in escaped bytes."""
+    """Return a token as text; one that is a part of a character as escaped bytes, as OpenAI writes it."""
     try:
         return text.decode()
     except UnicodeDecodeError:
@@ -77,7 +77,7 @@ def value(token: TokenLogprob) -> float:
 
 
 def chat_logprobs(positions: Sequence[PositionLogprobs]) -> ChatLogprobs:
-    """Return chat's form, with as many alternatives as there are."""
+    """Return the form of chats, with all alternatives."""
     return ChatLogprobs(
         [
             ChatLogprob(
@@ -92,7 +92,7 @@ def chat_logprobs(positions: Sequence[PositionLogprobs]) -> ChatLogprobs:
 
 
 def prompt_logprobs(positions: Sequence[PositionLogprobs], top: int) -> PromptLogprobs:
-    """Return vLLM's form: for each token of the prompt its own value and the alternatives by id; the first has none."""
+    """Return vLLM's form: for each token of the prompt, itself and its alternatives by id; None for the first token."""
     found: PromptLogprobs = [None]
     for position in positions:
         ranked = [*enumerate(position.top[:top], start=1), (position.rank, position.chosen)]
@@ -103,7 +103,7 @@ def prompt_logprobs(positions: Sequence[PositionLogprobs], top: int) -> PromptLo
 
 
 class TextLogprobsWriter:
-    """The form of completions, for one choice, in pieces: each token's offset in the text goes on from the last's."""
+    """Writes the form of completions for one choice, piece by piece; text offsets continue from piece to piece."""
 
     def __init__(self, top: int, *, skip_special_tokens: bool = True) -> None:
         self._top = top
@@ -111,16 +111,16 @@ class TextLogprobsWriter:
         self._length = _Length()  # length of the text so far
 
     def prompt(self, first_token: bytes, text: str, positions: Sequence[PositionLogprobs]) -> TextLogprobs:
-        """Return the echo of a prompt: `text` as it is written, and the tokens; the first has no probability."""
+        """Return the tokens of an echoed prompt, whose text is `text`; the first token has no probability."""
         first = TextLogprobs([token_text(first_token)], [None], [None], [0])
-        if _begins(text, first_token):  # and not a special token in front of the text
+        if _begins(text, first_token):  # it does not if the tokenizer put a special token before the text
             self._length.add(first_token)
         rest = self._write(positions, text)
         self._length = _Length(len(text))
         return TextLogprobs.join([first, rest])
 
     def write(self, positions: Sequence[PositionLogprobs]) -> TextLogprobs:
-        """Return the tokens that follow."""
+        """Return the next tokens of the answer."""
         return self._write(positions, None)
 
     def _write(self, positions: Sequence[PositionLogprobs], prompt: str | None) -> TextLogprobs:
@@ -135,20 +135,20 @@ class TextLogprobsWriter:
         return result
 
     def _shown(self, position: PositionLogprobs) -> bytes:
-        """Return what the token is in the text of an answer."""
+        """Return the token's bytes in the text of an answer."""
         return b"" if position.special and self._skips_special else position.chosen.text
 
     def _shown_in(self, prompt: str, position: PositionLogprobs) -> bytes:
-        """Return what the token is in the prompt's text, which has only the special ones that were written."""
+        """Return the token's bytes in the prompt's text, which has only the special tokens that the client wrote."""
         text, at = position.chosen.text, self._length.characters
         if position.special and not prompt.startswith(text.decode(errors="replace"), at):
             return b""
         if at == 0 and text.startswith(b" ") and not prompt.startswith(" "):
-            return text[1:]  # the tokens of some vocabularies lose a space at the start of a text
+            return text[1:]  # some tokenizers add a space at the start of a text, and drop it when they decode
         return text
 
     def _alternatives(self, position: PositionLogprobs) -> dict[str, float]:
-        """Return the most likely tokens, and the token itself. Of tokens that read alike the most likely counts."""
+        """Return the most likely tokens and the chosen one, by text; of tokens with the same text the most likely."""
         found: dict[str, float] = {}
         for token in (*position.top[: self._top], position.chosen):
             found.setdefault(token_text(token.text), value(token))
@@ -156,11 +156,11 @@ class TextLogprobsWriter:
 
 
 class _Length:
-    """Number of characters that the UTF-8 of a text's tokens reads as; what is no UTF-8 reads as U+FFFD."""
+    """Length in characters of tokens that are added as UTF-8; invalid bytes count as U+FFFD."""
 
     def __init__(self, characters: int = 0) -> None:
         self._complete = characters
-        self._begun = b""  # the beginning of another
+        self._begun = b""  # first bytes of a character that is not complete
 
     def add(self, data: bytes) -> None:
         data = self._begun + data
@@ -174,10 +174,10 @@ class _Length:
 
 
 def _begins(text: str, token: bytes) -> bool:
-    """Return True if the text begins with this token, which may be a part of a character or of none."""
+    """Return True if the text begins with this token, which may be a part of a character or invalid UTF-8."""
     return text[: len(token)].encode().startswith(token) or text.startswith(token.decode(errors="replace"))
 
 
 def mean_logprob(positions: Sequence[PositionLogprobs]) -> float:
-    """Return how likely a text is, whatever its length: the best of several is chosen by it."""
+    """Return the mean log-probability of a text's tokens, by which `best_of` chooses."""
     return sum(value(position.chosen) for position in positions) / len(positions) if positions else LOWEST

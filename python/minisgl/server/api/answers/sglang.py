@@ -1,4 +1,4 @@
-"""SGLang's form of POST /generate: its body in the words of ours, and its answers."""
+"""SGLang's form of POST /generate: translates its body into a `GenerateBody`, and writes its answers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from minisgl.message.types import PositionLogprobs, TokenLogprob, unpack_ids
 from minisgl.server.api.answers.answer import Usage, Writer, server_sent_event
 from minisgl.server.api.answers.completions import generate_job
 from minisgl.server.api.answers.logprob_forms import token_text, value
-from minisgl.server.api.bodies.body import validate
-from minisgl.server.api.bodies.schema import GenerateBody, SglangBody
+from minisgl.server.api.bodies.read_body import validate
+from minisgl.server.api.bodies.route_bodies import GenerateBody, SglangBody
 from minisgl.server.api.http.errors import under_clients_names
 from minisgl.server.api.requests.open_request import Delta, Job
 
-RENAMED = {  # sampling parameters that we call otherwise
+RENAMED = {  # SGLang's name of a sampling parameter -> ours
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "sampling_seed": "seed",
@@ -35,9 +35,9 @@ def is_sglang(fields: dict[str, Any]) -> bool:
 
 
 def sglang_job(body: SglangBody, limits: Limits, sampling_defaults: Mapping[str, Any]) -> Job:
-    """Return what the body asks of the engine; InvalidRequest or ApiError, naming its fields, if that is not possible.
+    """Return the job of a body; InvalidRequest or ApiError naming the field that is wrong.
 
-    The model's `sampling_defaults` go over SGLang's.
+    The model's `sampling_defaults` take precedence over SGLang's.
     """
     if (body.text is None) == (body.input_ids is None):
         raise InvalidRequest("text", "text or input_ids must be given, and not both")
@@ -79,7 +79,7 @@ class SglangAnswer(msgspec.Struct, frozen=True):
 
 
 class SglangWriter(Writer):
-    """Writes answers; as a stream, each event is the answer so far."""
+    """Writes SGLang's answers; each event of a stream has the whole answer so far."""
 
     def __init__(self, body: SglangBody) -> None:
         self.id = body.rid or uuid.uuid4().hex
@@ -126,7 +126,7 @@ class SglangWriter(Writer):
                 return {"type": reason, "matched": delta.ended_by}
 
     def _scored(self, meta: Meta) -> Meta:
-        """Return it with log-probabilities, those of the prompt from `logprob_start_len` on."""
+        """Return `meta` with log-probabilities, those of the prompt from `logprob_start_len` on."""
         start = self._body.logprob_start_len
         first: ScoredToken = (None, int(unpack_ids(self._request.prompt_ids[0])[0]), None)
         prompt = [first, *self._chosen(self._prompt_logprobs)][start:] if start >= 0 else []

@@ -1,7 +1,7 @@
-"""A body of /v1/messages in the words of /v1/chat/completions: its fields and its messages.
+"""Translates a body of /v1/messages into one of /v1/chat/completions: its fields and its messages.
 
-A message of blocks becomes one of text, with reasoning and tool calls beside it, and one for each tool's result.
-Messages of one role that follow each other are one turn, as Anthropic has it: chat templates want roles to take turns.
+A message of blocks becomes a message of text, with its reasoning and tool calls, and a message for each tool's result.
+Successive messages of one role become one, as Anthropic defines it: chat templates want roles to alternate.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from typing import Any
 from minisgl.core import InvalidRequest
 from minisgl.limits import Limits
 from minisgl.server.api.anthropic.bodies import ConversationBody, MessagesBody, OutputFormat
-from minisgl.server.api.bodies.body import validate
 from minisgl.server.api.bodies.conversation import Message, member, optional_member
-from minisgl.server.api.bodies.schema import ChatBody
+from minisgl.server.api.bodies.read_body import validate
+from minisgl.server.api.bodies.route_bodies import ChatBody
 from minisgl.server.api.http.errors import under_clients_names
 
 Block = dict[str, Any]
 
-BILLING_HEADER = "x-anthropic-billing-header"  # Claude Code's, in the system prompt: each request has another
-ERROR_PREFIX = "Error: "  # marks a result with is_error, which chat templates do not know
+# Begins a text that Claude Code adds to the system prompt. It differs in each request, so no prefix would be cached.
+BILLING_HEADER = "x-anthropic-billing-header"
+ERROR_PREFIX = "Error: "  # marks a result with is_error, a field that chat templates do not know
 SUPPORTED = "only text, thinking, tool_use and tool_result blocks are supported"
-NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}  # ours -> the client's
+NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}  # our name of a field -> the client's
 SAME = ("temperature", "top_k", "top_p", "max_tokens", "stream", "cache_salt", "request_id", "priority")
 
 
 def chat_body(body: ConversationBody, limits: Limits, sampling_defaults: Mapping[str, Any]) -> ChatBody:
-    """Return the body that asks the same; InvalidRequest or ApiError naming the client's field that is wrong."""
+    """Return the equivalent chat body; InvalidRequest or ApiError naming the client's field that is wrong."""
     messages = chat_messages(body.system, body.messages)
     fields: dict[str, Any] = dict(sampling_defaults)
     fields |= {
@@ -47,9 +48,9 @@ def chat_body(body: ConversationBody, limits: Limits, sampling_defaults: Mapping
 
 
 def _template_kwargs(body: ConversationBody) -> dict[str, Any]:
-    """Return what the chat template is told of reasoning, under the names that templates use.
+    """Return the chat template's variables about reasoning, under the names that templates use.
 
-    A client that asks for none gets none, as from Anthropic, where the template can prevent them.
+    A client that does not ask for reasoning gets none, as from Anthropic, if the template can turn it off.
     """
     thinks = body.thinking is not None and body.thinking.type != "disabled"
     told: dict[str, Any] = {"enable_thinking": thinks, "thinking": thinks}
@@ -69,7 +70,7 @@ def _format(body: ConversationBody) -> OutputFormat | None:
 
 @dataclass(slots=True)
 class Turn:
-    """One message of OpenAI's, while it is put together."""
+    """Message in OpenAI's form, while it is put together."""
 
     role: str
     texts: list[str] = field(default_factory=list)
@@ -122,7 +123,7 @@ def _turns(message: dict[str, Any], path: str) -> Iterator[Turn]:
 
 
 def _blocks(content: Any, path: str) -> list[tuple[Block, str]]:
-    """Return the blocks of a content, each with its path."""
+    """Return the blocks of a message's content, each with its path."""
     if isinstance(content, str):
         return [({"type": "text", "text": content}, path)]
     if not isinstance(content, list):
@@ -137,7 +138,7 @@ def _blocks(content: Any, path: str) -> list[tuple[Block, str]]:
 
 
 def _texts(content: Any, path: str) -> list[str]:
-    """Return the texts of a content that has nothing else."""
+    """Return the texts of a content that must have text blocks only."""
     return [] if content is None else [_text(block, where) for block, where in _blocks(content, path)]
 
 
@@ -152,7 +153,7 @@ def _not_supported(block: Block, path: str, supported: str) -> InvalidRequest:
 
 
 def _user_turns(blocks: list[tuple[Block, str]]) -> Iterator[Turn]:
-    """Return a turn for each result, and one for the texts between them."""
+    """Yield a turn for each tool result, and one for the texts between two results."""
     texts: list[str] = []
     for block, path in blocks:
         match block["type"]:
@@ -185,7 +186,7 @@ def _assistant_turn(blocks: list[tuple[Block, str]]) -> Turn:
                 turn.texts.append(_text(block, path))
             case "thinking":
                 turn.reasoning.append(member(block, "thinking", str, path))
-            case "redacted_thinking":  # for Anthropic's eyes only
+            case "redacted_thinking":  # encrypted by Anthropic
                 continue
             case "tool_use":
                 turn.calls.append(_call(block, path))

@@ -1,4 +1,4 @@
-"""Writes what the engine gives as Anthropic's message, or as the events of its stream (`type` is the tag of both)."""
+"""Writes the engine's output as Anthropic's message, or as the events of its stream."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from minisgl.server.api.answers.chat_writer import ChatOptions, Choice
 from minisgl.server.api.http.errors import ApiError
 from minisgl.server.api.requests.open_request import Delta, OpenRequest
 
-SIGNATURE = "minisgl"  # signature of all reasoning: clients send it back, and nobody checks it
+SIGNATURE = "minisgl"  # signature of all reasoning: clients send it back, and it is not checked
 
 StopReason: TypeAlias = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
@@ -26,7 +26,7 @@ class ThinkingTokens(msgspec.Struct, frozen=True):
 
 
 class MessageUsage(msgspec.Struct, frozen=True):
-    """Counts of tokens: the prompt's are the sum of the three that are input."""
+    """Counts of tokens. The three input counts add up to the prompt's tokens."""
 
     input_tokens: int
     output_tokens: int
@@ -126,7 +126,7 @@ class TokenCount(msgspec.Struct, frozen=True):
 
 
 class MessagesWriter(Writer):
-    """Writes one answer."""
+    """Writes one message."""
 
     stream_end: ClassVar[bytes] = b""
 
@@ -144,7 +144,7 @@ class MessagesWriter(Writer):
     # A stream.
 
     def first_events(self) -> bytes:
-        usage = MessageUsage(self._request.prompt_tokens, 0)  # how many of them were cached is known at the end
+        usage = MessageUsage(self._request.prompt_tokens, 0)  # the number of cached tokens is known at the end
         message = AnthropicMessage(self.id, self._options.model, [], usage)
         return named_event(MessageStart(message)) + named_event(Ping())
 
@@ -197,14 +197,14 @@ class MessagesWriter(Writer):
 
 
 class BlockEvents:
-    """Events of a message's blocks, one block at a time: each begins with its first text and ends with the next one."""
+    """Stream events of a message's blocks. A block begins with its first text and ends when the next begins."""
 
     def __init__(self) -> None:
         self._index = -1
         self._open: type[ContentBlock] | None = None  # kind of the block that has not ended
 
     def take(self, event: Event) -> bytes:
-        """Return the events that say the same, those that begin and end blocks included."""
+        """Return the stream events for an event of the answer, with those that end and begin blocks."""
         match event:
             case Content(text):
                 return self._within(TextBlock("")) + self._delta(TextDelta(text))
@@ -236,7 +236,7 @@ class BlockEvents:
 
 
 def content_blocks(events: Iterable[Event]) -> list[ContentBlock]:
-    """Return the blocks that all events of an answer make; texts of one kind that follow each other are joined."""
+    """Return the blocks made of all events of an answer."""
     blocks: list[ContentBlock] = []
     calls: dict[int, tuple[ToolUseBlock, list[str]]] = {}
     for event in events:
@@ -256,7 +256,7 @@ def content_blocks(events: Iterable[Event]) -> list[ContentBlock]:
 
 
 def tool_input(arguments: str) -> dict[str, Any]:
-    """Return a call's arguments, cut short or not; none if they are no JSON object."""
+    """Return a call's arguments, even if their JSON is cut short; {} if they are no JSON object."""
     try:
         value = from_json(arguments, allow_partial=True)
     except ValueError:

@@ -1,1 +1,3 @@
-"""Request bodies: `body` reads the JSON, `request_body` and `schema` declare fields, the others take them apart."""
+"""Request bodies: `read_body` reads the JSON, `request_body` declares the fields that generating routes share,
+`route_bodies` each route's body; `plain_prompts`, `conversation` and `tools` interpret fields of several types.
+"""

@@ -1,7 +1,7 @@
-"""Messages of a conversation: from OpenAI's form to that of chat templates.
+"""Messages of a conversation: from OpenAI's form to the form that chat templates expect.
 
-A call and its result in OpenAI's older form, `function_call` and the role `function`, become ones of tools. Nested
-fields are named by their path where they are wrong.
+OpenAI's older form of a call and its result, `function_call` and the role `function`, becomes a tool call and a tool
+result. Errors name nested fields by their path.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def template_messages(messages: list[Message]) -> list[Message]:
 
 
 def template_message(message: Message, path: str) -> Message:
-    """Return a message as chat templates know it: one string of content, and nothing that is null or empty."""
+    """Return a message in the form of chat templates: its content is one string, and nothing in it is null."""
     message = with_tool_calls(message, path)
     role = message.get("role")
     if role not in ROLES:
@@ -68,7 +68,7 @@ def template_message(message: Message, path: str) -> Message:
 
 
 def with_tool_calls(message: Message, path: str) -> Message:
-    """Return a message of OpenAI's older form, with a function's call or result, in today's; others as they are."""
+    """Return a message of OpenAI's older form (a function's call or result) in today's form, others unchanged."""
     if message.get("role") == "function":
         return {**message, "role": "tool", "tool_call_id": _call_id(member(message, "name", str, path))}
     call = message.get("function_call")
@@ -83,9 +83,9 @@ def with_tool_calls(message: Message, path: str) -> Message:
 
 
 def _call_id(name: str) -> str:
-    """Return what ties a result to its call, of which it tells only the name.
+    """Return the id of a call in the older form, where the result has only the function's name.
 
-    Some templates take nothing but nine digits.
+    Some templates accept only ids of nine digits.
     """
     return f"{zlib.crc32(name.encode()) % 10**9:09}"
 
@@ -101,9 +101,9 @@ def _content(message: Message, path: str) -> str:
 
 
 def content_text(content: Any, path: str, text_parts: Mapping[str, str]) -> str:
-    """Return content as one text: a string, or parts of which each has a line; InvalidRequest naming a wrong part.
+    """Return content as one text: a string, or text parts joined by newlines; InvalidRequest naming a wrong part.
 
-    `text_parts` says by type of a part where its text is.
+    `text_parts` maps the type of a part to the name of its text field.
     """
     if isinstance(content, list):
         parts = [_text_of_part(part, f"{path}.{index}", text_parts) for index, part in enumerate(content)]

@@ -19,7 +19,7 @@ _KINDS = "a string, a list of strings, a list of token ids, or a list of lists o
 def parse_prompts(
     value: Any, limits: Limits, *, add_special_tokens: bool = True, cut: bool = False
 ) -> list[PlainPrompt]:
-    """Return the prompts of a completion request, in order. With `cut` they may be longer than the context."""
+    """Return the prompts of a completion request, in order. `cut`: they may be longer than the context."""
     if isinstance(value, str) or is_ids(value):
         return [parse_prompt(value, limits, add_special_tokens=add_special_tokens, cut=cut)]
     if not isinstance(value, list):
@@ -51,13 +51,13 @@ def parse_prompt(
             raise InvalidRequest(
                 param, f"{param} has {len(value)} tokens, but {limits.context_limit}", CONTEXT_LENGTH_EXCEEDED
             )
-        # A prompt that is cut keeps at most this much of its end.
+        # A prompt that may be cut keeps at most `max_seq_len` tokens of its end.
         return IdsPrompt(pack_ids(checked_ids(value[-limits.max_seq_len :], limits, param)))
     raise InvalidRequest(param, f"{param} must be a string or a list of token ids")
 
 
 def is_ids(value: Any) -> bool:
-    """Return True for a list that begins with a token id."""
+    """Return True for a list that begins with an integer."""
     return isinstance(value, list) and bool(value) and type(value[0]) is int
 
 

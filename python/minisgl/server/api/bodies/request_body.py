@@ -1,9 +1,9 @@
-"""Fields that every generating route takes, and what becomes of them.
+"""Fields that every generating route takes, and the sampling parameters, grammar and options that they become.
 
-A sampling parameter is declared once, in `core.SamplingParams`: its field of a body follows from there. A field's
-sentence, example and bounds are those of its `RequestField`, which `Body.check_bounds` checks, or else of the sampling
-parameter of its name, which `SamplingParams.validate` checks. The OpenAPI document (`server.api.openapi`) is made from
-all of these. Types are strict: "5" and 5.0 are not integers.
+A sampling parameter is declared once, in `core.SamplingParams`; its field in the body is made from that declaration,
+and `SamplingParams.validate` checks its bounds. Any other field has a `RequestField` with its sentence, example and
+bounds, which `Body.check_bounds` checks. The OpenAPI document (`server.api.openapi`) is made from both. Types are
+strict: "5" and 5.0 are not integers.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from minisgl.structured_output.response_format import (
     single_grammar,
 )
 
-GRAMMAR_FIELDS = ("grammar", "response_format", "structured_outputs")  # in the refusals of grammars
+GRAMMAR_FIELDS = ("grammar", "response_format", "structured_outputs")  # names that refusals of a grammar may have
 
-# Values of fields that are not supported which change nothing.
+# Harmless values of fields that are not supported.
 OFF = (False,)
 EMPTY: tuple[Any, ...] = ([], {}, "")
 NEVER: tuple[Any, ...] = ()
@@ -42,7 +42,7 @@ def _as_list(value: Any) -> Any:
 
 
 def any_of(*kinds: dict[str, Any]) -> WithJsonSchema:
-    """Return what the OpenAPI document says of a field that may have several types."""
+    """Return the JSON Schema of a field that may have several types, for the OpenAPI document."""
     return WithJsonSchema({"anyOf": list(kinds)})
 
 
@@ -69,9 +69,9 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", protected_namespaces=())
 
-    # Fields of OpenAI's API, and of other servers', that would change the answer, with the values that would not.
+    # Fields of OpenAI's API, and of other servers', that are refused unless they have one of these harmless values.
     not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    no_effect: ClassVar[frozenset[str]] = frozenset()
+    no_effect: ClassVar[frozenset[str]] = frozenset()  # known fields that are ignored
     example_fields: ClassVar[tuple[str, ...]] = ()  # fields of the example in the OpenAPI document
 
     model: Annotated[str | None, RequestField("One of the model's served names.")] = None
@@ -101,14 +101,15 @@ class QueuedBody(Body):
         return tuple(name for name in (self.request_id, self.rid) if name is not None)
 
 
-JSON_TYPES: dict[Any, Any] = {  # types of sampling parameters that JSON has otherwise
+JSON_TYPES: dict[Any, Any] = {  # types of sampling parameters that have another type in JSON
     tuple[str, ...]: OneOrMoreStrings,
     tuple[int, ...]: list[int],
     tuple[int, ...] | None: list[int] | None,
     tuple[tuple[int, float], ...]: dict[str, float],  # by token id
 }
 JSON_DEFAULTS: dict[Any, Any] = {OneOrMoreStrings: [], list[int]: [], dict[str, float]: {}}
-SAMPLING_FIELDS = tuple(name for name in request_fields(SamplingParams) if name != "logprobs")  # a flag in chats
+# Without logprobs, which is a flag in chats and a number in completions.
+SAMPLING_FIELDS = tuple(name for name in request_fields(SamplingParams) if name != "logprobs")
 
 
 def _sampling_fields() -> dict[str, Any]:
@@ -176,7 +177,7 @@ class RequestBody(SamplingBody):
             "mm_processor_kwargs",
         }
     )
-    # These have other defaults than `SamplingParams`, or are read one by one.
+    # Their defaults differ from those of `SamplingParams`, or properties below read them.
     max_tokens: int | None = None
     temperature: float = 1.0
     stop: OneOrMoreStrings = Field([])
@@ -230,17 +231,17 @@ class RequestBody(SamplingBody):
 
     @property
     def salt(self) -> str:
-        """Salt with whose requests cached prefixes are shared; empty for the requests that give none."""
+        """Cache salt: prefixes are shared among requests with the same salt; "" if the request has none."""
         return self.cache_salt or self.extra_key or ""
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of alternatives to each generated token; None: not even the token's own probability."""
+        """Number of alternatives to return with each generated token; None: no log-probabilities at all."""
         return None
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Number of alternatives to each token of the prompt; None as for `num_logprobs`."""
+        """Number of alternatives to return with each token of the prompt; None: no log-probabilities of it."""
         return self.prompt_logprobs
 
     def sampling(self, limits: Limits) -> SamplingParams:
@@ -257,7 +258,7 @@ class RequestBody(SamplingBody):
         return params
 
     def grammar(self) -> Grammar | None:
-        """Return the form that the answer must have; InvalidRequest if two fields give one."""
+        """Return the grammar of the answer, if any; InvalidRequest if several fields give one."""
         grammars = self._grammars()
         for field, grammar in grammars.items():
             grammar.check_size(field)
@@ -265,7 +266,7 @@ class RequestBody(SamplingBody):
 
     @property
     def grammar_names(self) -> dict[str, str]:
-        """Fields that workers name when they refuse a grammar -> the field that it came from."""
+        """Field of the body that gave the grammar, by each name that workers use when they refuse one."""
         return dict.fromkeys(GRAMMAR_FIELDS, next(iter(self._grammars()), GRAMMAR_FIELDS[0]))
 
     def _grammars(self) -> dict[str, Grammar]:
@@ -275,7 +276,7 @@ class RequestBody(SamplingBody):
         return {name: grammar for name, grammar in found.items() if grammar is not None} | nested
 
     def text_options(self, *, continues: bool) -> TextOptions:
-        """Return how output ids become text, which continues that of the prompt or stands for itself."""
+        """Return how output ids become text. `continues`: the text continues that of the prompt."""
         return TextOptions(
             tuple(self.stop),
             self.skip_special_tokens,

@@ -1,4 +1,4 @@
-"""Jobs of the routes that pool, and their answers in the forms of OpenAI, vLLM and Jina. None is streamed."""
+"""Jobs of the pooling routes, and their answers in the forms of OpenAI, vLLM and Jina. None is streamed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from minisgl.server.api.pooling.bodies import PairsBody, PoolingBody, RerankBody
 from minisgl.server.api.requests.open_request import Delta, Job
 
 Item = TypeVar("Item")
-Values = list[float] | str  # or, in base64, little-endian float32
+Values = list[float] | str  # str: little-endian float32 in base64
 
 MAX_INPUTS = 2048  # inputs of a request, as OpenAI has it
 MAX_PAIR_CHARS = 16 * 1024 * 1024  # characters of all queries, which each pair carries
@@ -37,7 +37,7 @@ _KINDS = "a string, a list of strings, a list of token ids, or a list of lists o
 
 
 def vectors_job(value: Any, body: PoolingBody, limits: Limits) -> Job:
-    """Return the job that makes a vector of each input; InvalidRequest for one that is wrong."""
+    """Return the job that makes a vector of each input; InvalidRequest naming the input that is wrong."""
     if isinstance(value, str) or is_ids(value):
         return make_job([_prompt(value, "input", body, limits)], ["input"], body)
     if not isinstance(value, list) or not value:
@@ -52,15 +52,17 @@ def vectors_job(value: Any, body: PoolingBody, limits: Limits) -> Job:
 def pairs_job(
     pooling: PoolingConfig, queries: Sequence[str], documents: Sequence[str], names: tuple[str, str], body: PairsBody
 ) -> tuple[Job, list[tuple[int, int]]]:
-    """Return the job that scores each query with the document of its place, and of embeddings which ones are a pair.
+    """Return the job that scores queries[i] with documents[i], and the pairs of prompts to compare.
 
-    `names`: the client's fields of queries and documents.
+    A reranker scores each pair as one prompt, so the list of pairs is empty. For an embedding model the prompts are the
+    distinct queries, then the documents, and a pair is the indices of two prompts. `names`: the client's fields of
+    queries and documents.
     """
     if pooling.makes == "classes":
         return _reranking_job(queries, documents, names[1], body), []
     if body.task is not None:
         raise InvalidRequest("instruction", "instruction is for rerankers, but this model makes embeddings")
-    distinct = list(dict.fromkeys(queries))  # most often one, of which one embedding will do
+    distinct = list(dict.fromkeys(queries))  # mostly one query, which is embedded once
     places = {query: index for index, query in enumerate(distinct)}
     fields = [names[0] if len(distinct) == 1 else f"{names[0]}.{places[query]}" for query in distinct]
     fields += [f"{names[1]}.{index}" for index in range(len(documents))]
@@ -84,7 +86,7 @@ def _reranking_job(queries: Sequence[str], documents: Sequence[str], name: str, 
 
 
 def make_job(prompts: Sequence[Prompt], names: Sequence[str], body: PoolingBody) -> Job:
-    """Return the job that pools these prompts, whose fields have these names."""
+    """Return the job that pools these prompts; `names` are their fields, for errors."""
     return Job(
         SamplingParams(max_tokens=0),
         TextOptions(),
@@ -99,7 +101,7 @@ def make_job(prompts: Sequence[Prompt], names: Sequence[str], body: PoolingBody)
 
 
 def check_count(name: str, count: int) -> None:
-    """Raise InvalidRequest for more inputs than a request may have."""
+    """Raise InvalidRequest if there are more inputs than a request may have."""
     if count > MAX_INPUTS:
         raise InvalidRequest(name, f"{name}: at most {MAX_INPUTS} are allowed in a request, not {count}")
 
@@ -180,7 +182,7 @@ class Ranked(msgspec.Struct, frozen=True):
 
 
 class Ranking(msgspec.Struct, frozen=True):
-    """The best document first."""
+    """Answer of /rerank, best document first."""
 
     id: str
     model: str
@@ -189,9 +191,10 @@ class Ranking(msgspec.Struct, frozen=True):
 
 
 class VectorWriter(Writer):
-    """Writes one JSON object for the vectors of a request's prompts, in a thread.
+    """Writes the vectors of a request's prompts as one JSON object, in a thread.
 
-    `answer` makes it of the answer's id, the vectors float32[size] in the order of the prompts, and the usage.
+    `answer` makes the object from the answer's id, the vectors float32[size] in the order of the prompts, and the
+    usage.
     """
 
     in_thread: ClassVar[bool] = True
@@ -213,15 +216,15 @@ class VectorWriter(Writer):
 def list_writer(
     prefix: str, kind: type[ItemList[Item]], model: str, items: Callable[[list[Float32Array]], list[Item]]
 ) -> VectorWriter:
-    """Return the writer of a list of the items that the vectors become."""
+    """Return the writer of an `ItemList`; `items` makes its items from the vectors."""
     created = int(time.time())
     return VectorWriter(prefix, lambda id, vectors, usage: kind(id, created, model, items(vectors), usage))
 
 
 def values_of(vector: Float32Array, pooling: PoolingConfig, body: VectorsBody) -> Values:
-    """Return an embedding or classes, whichever the model makes, as a list of numbers or its bytes in base64.
+    """Return the vector that the model makes, an embedding or classes, as a list of numbers or base64.
 
-    The list is JSON already: each vector is written by itself, so that the event loop has its turns between them.
+    The list is encoded to JSON here, one vector at a time, so that this thread releases the GIL between vectors.
     """
     if pooling.makes == "embedding":
         vector = embedding(vector, pooling, body.dimensions, body.normalized)
@@ -233,7 +236,7 @@ def values_of(vector: Float32Array, pooling: PoolingConfig, body: VectorsBody) -
 
 
 def classified(index: int, logits: Float32Array, pooling: PoolingConfig, activation: Activation) -> Classified:
-    """Return the likeliest class of an input, and what is told of all."""
+    """Return the most likely class of an input and the probabilities of all."""
     labels = pooling.labels
     return Classified(index, labels[int(logits.argmax())], activated(logits, activation).tolist(), len(labels))
 
@@ -241,17 +244,14 @@ def classified(index: int, logits: Float32Array, pooling: PoolingConfig, activat
 def scores_of(
     vectors: Sequence[Float32Array], pooling: PoolingConfig, activation: Activation, pairs: Sequence[tuple[int, int]]
 ) -> list[float]:
-    """Return the score of each pair: a reranker's, whose prompts are pairs, or the cosine of two embeddings.
-
-    `pairs`: places of both texts among the embedded ones.
-    """
+    """Return the score of each pair: the reranker's, or the cosine of two embeddings, whose indices `pairs` has."""
     if pooling.makes == "embedding":
         return [cosine(vectors[first], vectors[second]) for first, second in pairs]
     return [float(activated(logits, activation)[0]) for logits in vectors]
 
 
 def ranked(scores: Sequence[float], documents: Sequence[str], body: RerankBody) -> list[Ranked]:
-    """Return the documents in the order of their scores, the best first."""
+    """Return the documents by descending score."""
     order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
     shown = body.return_documents
     return [Ranked(index, scores[index], RankedDocument(documents[index]) if shown else UNSET) for index in order]

@@ -1,4 +1,4 @@
-"""Request bodies of the routes that pool."""
+"""Request bodies of the pooling routes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import WithJsonSchema
 from minisgl.core import InvalidRequest
 from minisgl.request_fields import RequestField
 from minisgl.server.api.bodies.request_body import EMPTY, NEVER, STRING, STRINGS, QueuedBody, any_of
-from minisgl.server.api.bodies.schema import IDS
+from minisgl.server.api.bodies.route_bodies import IDS
 
 _DOCUMENT = {"anyOf": [STRING, {"type": "object", "required": ["text"], "properties": {"text": STRING}}]}
 _Texts = Annotated[Any, any_of(STRING, STRINGS), RequestField("A text or several.", "What is a page?")]
@@ -29,7 +29,7 @@ UseActivation = Annotated[bool | None, RequestField("Return probabilities; false
 
 
 class PoolingBody(QueuedBody):
-    """Fields that every route which pools takes."""
+    """Fields that every pooling route takes."""
 
     not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "messages": EMPTY,
@@ -62,14 +62,14 @@ class PoolingBody(QueuedBody):
 
     @property
     def tokens_to_keep(self) -> int | None:
-        """Tokens of each text that are kept; -1: as many as fit; None: all, or it is refused."""
+        """Number of tokens of each text to keep; -1: as many as fit; None: all, and longer texts are refused."""
         if self.truncate_prompt_tokens == 0:
             raise InvalidRequest("truncate_prompt_tokens", "truncate_prompt_tokens must be -1 or at least 1, not 0")
         return self.truncate_prompt_tokens
 
 
 class VectorsBody(PoolingBody):
-    """Texts of which each becomes a vector."""
+    """Texts, each of which becomes a vector."""
 
     example_fields: ClassVar[tuple[str, ...]] = ("input",)
 
@@ -115,7 +115,7 @@ class ClassifyBody(PoolingBody):
 
 
 class PairsBody(PoolingBody):
-    """Pairs of texts, of which each has a score."""
+    """Pairs of texts, each of which gets a score."""
 
     instruction: Instruction = None
     instruct: Instruction = None  # SGLang's name of the same
@@ -123,12 +123,12 @@ class PairsBody(PoolingBody):
 
     @property
     def task(self) -> str | None:
-        """Task that the reranker is told."""
+        """Task that the reranker's prompt names, if any."""
         return self.instruction or self.instruct
 
 
 class ScoreBody(PairsBody):
-    """POST /score: each of the first texts with the second of its place, or one with all."""
+    """POST /score: each query with the document at the same index, or one query with all documents."""
 
     example_fields: ClassVar[tuple[str, ...]] = ("queries", "documents")
 

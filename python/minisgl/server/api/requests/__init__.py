@@ -1,1 +1,3 @@
-"""Requests under way: `engine_client` owns each `open_request`, takes what the engine sends, and asks `queries`."""
+"""Requests under way: `engine_client` owns every `open_request` and hands it the engine's messages; `queries` asks the
+workers about everything else.
+"""

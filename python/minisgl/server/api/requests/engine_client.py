@@ -1,10 +1,10 @@
-"""The engine as the API server sees it: requests go out to the tokenizer workers, their answers come in.
+"""The engine as the API server sees it: requests go out to the tokenizer workers, and their output comes in.
 
-`EngineClient` owns every open request. The map from sequence to request is the truth: a sequence is in it from before
-its Generate is sent until its last output arrives, it is refused, or it is aborted. Whoever takes it out of the map
-does the one thing that belongs to that, so each sequence ends exactly once, and what comes after is dropped and
+`EngineClient` owns every open request. The map from sequence to request is the single source of truth: a sequence is in
+it from before its Generate is sent until its last output arrives, it is refused, or it is aborted. The code that
+removes it from the map also ends it, so each sequence ends exactly once; output that comes later is dropped and
 counted. Prompts that wait for the tokenizer have a map of their own, because Accepted and OutputDeltas come from
-different processes and nothing orders them. Everything here runs on the event loop's thread.
+different processes and in no order. Everything here runs on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from minisgl.server.api.requests.open_request import ClientGone, Delta, Job, Ope
 from minisgl.server.api.requests.queries import Queries, R
 from minisgl.server.api.tracing import Tracer
 
-MAX_OPTION_BYTES = 64 * 1024 * 1024  # all choices of a request: each carries the request's options to the scheduler
+MAX_OPTION_BYTES = 64 * 1024 * 1024  # of all choices of a request, each of which carries the options to the scheduler
 HEARTBEAT_SECONDS = 1.0  # between an answer and the next query
 HEARTBEAT_TIMEOUT = 30.0  # seconds to wait for an answer before asking again: a step of a slow device may take long
-PROMPTS_A_TURN = 64  # are sent of a request, which may have thousands, or as many as make
+# Bounds on what one request, which may have thousands of prompts, sends in one turn of the event loop.
+PROMPTS_A_TURN = 64
 OPTION_BYTES_A_TURN = 1024 * 1024
 
 
 class EngineClient:
-    """Owns every open request. `tokenizers` are the outboxes to the tokenizer workers, `tracer` records its end."""
+    """Owns every open request. `tokenizers` are the outboxes to the tokenizer workers; `tracer` records each end."""
 
     def __init__(
         self, tokenizers: Sequence[Sender[ToTokenizer]], max_sequences: int, tracer: Tracer | None = None
@@ -47,12 +48,12 @@ class EngineClient:
         self._max_sequences = max_sequences
         self._next_seq_id = 1
         self._round_robin = itertools.cycle(range(len(tokenizers)))
-        self._by_seq_id: dict[int, OpenRequest] = {}  # requests that have not ended
-        self._prompts: dict[int, OpenRequest] = {}  # neither accepted nor refused yet, by their first sequence
+        self._by_seq_id: dict[int, OpenRequest] = {}  # request of each sequence that has not ended
+        self._prompts: dict[int, OpenRequest] = {}  # request of each prompt not yet accepted, by its first sequence
         self._open: set[OpenRequest] = set()
-        self._num_admitted = 0  # choices of open requests: also those that have ended but wait for a slow client
-        self._reached: set[OpenRequest] = set()  # by messages, but not yet their readers
-        self._names: dict[str, set[OpenRequest]] = {}  # the open requests by what clients know of them
+        self._num_admitted = 0  # choices of open requests, also of those that have ended and wait for a slow client
+        self._reached: set[OpenRequest] = set()  # requests with output that their readers have not been given yet
+        self._names: dict[str, set[OpenRequest]] = {}  # open requests by the ids that clients may abort them with
         self.metrics = RequestMetrics()
         self._queries = Queries(tokenizers)
         self._shutdown_reason: str | None = None
@@ -61,7 +62,7 @@ class EngineClient:
 
     @contextmanager
     def open(self, job: Job, names: Sequence[str] = ()) -> Iterator[OpenRequest]:
-        """Send a request on its way. However the block ends, what has not finished by then is aborted.
+        """Send a request to the engine. When the block ends, whatever the reason, unfinished sequences are aborted.
 
         `names` are the ids by which `abort` finds it; the first is its id in logs.
         """
@@ -86,7 +87,7 @@ class EngineClient:
             self._num_admitted -= job.num_choices
 
     def _admit(self, job: Job) -> int:
-        """Return the prompts that one turn of the event loop may send; ApiError if the request may not come in."""
+        """Return the number of prompts to send in a turn of the event loop; ApiError if the request is refused."""
         if self.is_shut_down:
             raise shutting_down(self._shutdown_reason)
         if job.num_choices > self._max_sequences:
@@ -97,7 +98,7 @@ class EngineClient:
             raise overloaded(self._max_sequences)
         if job.num_choices == 1:
             return 1
-        # Options are sent with each prompt, and kept of each choice.
+        # Options are sent with each prompt, and the scheduler keeps them for each choice.
         option_bytes = len(msgspec.msgpack.encode((job.sampling, job.text)))
         if job.num_choices * option_bytes > MAX_OPTION_BYTES:
             param = "n" if job.n > 1 else "prompt"
@@ -106,7 +107,7 @@ class EngineClient:
         return min(PROMPTS_A_TURN, OPTION_BYTES_A_TURN // option_bytes + 1)
 
     def _submit(self, request: OpenRequest, prompts_a_turn: int, first: int = 0) -> None:
-        """Send its prompts from the first on, so many in each turn of the event loop, as long as it is open."""
+        """Send the prompts from number `first` on, `prompts_a_turn` at a time, as long as the request is open."""
         if request not in self._open or request.has_failed:
             return
         job, outbox = request.job, self._tokenizers[request.tokenizer]
@@ -125,7 +126,7 @@ class EngineClient:
             asyncio.get_running_loop().call_soon(self._submit, request, prompts_a_turn, end)
 
     def _release(self, request: OpenRequest) -> None:
-        """Abort what has not ended. Harmless when repeated."""
+        """Abort the sequences that have not ended. May be called repeatedly."""
         for start in request.seq_ids[:: request.job.n]:
             self._prompts.pop(start, None)
         unfinished = [seq_id for seq_id in request.seq_ids if self._by_seq_id.pop(seq_id, None) is not None]
@@ -135,18 +136,18 @@ class EngineClient:
             self._tokenizers[request.tokenizer].send(Abort(unfinished))
 
     async def run(self, job: Job, timeout_seconds: float) -> list[Delta]:
-        """Return a job's whole answer; TimeoutError, and the job aborted, if it is not there in time."""
+        """Return a job's whole answer; TimeoutError if it takes longer, which also aborts the job."""
         with self.open(job) as request:
             async with asyncio.timeout(timeout_seconds):
                 return await request.complete()
 
     def abandon(self, request: OpenRequest) -> None:
-        """Abort a request whose HTTP client has left, at once, without waiting for whoever is answering."""
+        """Abort a request whose HTTP client has left, without waiting for the task that answers it."""
         self._release(request)
         request.fail(ClientGone())
 
     def abort(self, name: str) -> int:
-        """End the open requests of this id, which clients may give to several, with an error; return their number."""
+        """End the open requests with this id (clients may give several the same) with an error; return their number."""
         requests = self._names.get(name, set())
         for request in requests:
             self._release(request)
@@ -161,7 +162,7 @@ class EngineClient:
         return len(self._open)
 
     def dispatch(self, messages: Iterable[ToApi]) -> None:
-        """Take in messages of the API inbox. Then each request gives its reader all that they brought, at once."""
+        """Handle messages of the API inbox, then deliver to each request's reader all that they brought, at once."""
         for message in messages:
             self._dispatch(message)
         reached, self._reached = self._reached, set()
@@ -187,7 +188,7 @@ class EngineClient:
         now = time.perf_counter()
         for delta in deltas:
             request = by_seq_id.get(delta.seq_id)
-            if request is None:  # a step or two after an abort
+            if request is None:  # output of a step or two after an abort
                 self._dropped_pieces += 1
                 continue
             if delta.finish is not None:
@@ -211,7 +212,7 @@ class EngineClient:
         self._queries.fail(shutting_down(reason))
 
     def counts(self) -> ProcessCounts:
-        """Return what this process holds."""
+        """Return the counts of this process."""
         return ProcessCounts(
             "api",
             {
@@ -235,23 +236,23 @@ class EngineClient:
         return self._num_admitted < self._max_sequences
 
     async def ask(self, query: Callable[[int], Query], answer_type: type[R], timeout_seconds: float) -> R:
-        """Return one tokenizer worker's answer to a query; `query` makes the message of an id."""
+        """Return one tokenizer worker's answer to a query; `query` makes the message from a query id."""
         if self.is_shut_down:
             raise shutting_down(self._shutdown_reason)
         return await self._queries.ask(query, answer_type, timeout_seconds)
 
     async def query_counts(self, timeout_seconds: float) -> tuple[list[ProcessCounts], bool]:
-        """Return what every process holds, and True if all of them answered in time."""
+        """Return the counts of every process, and True if all of them answered in time."""
         own = self.counts()
         others, complete = await self._queries.ask_counts(timeout_seconds)
         return [own, *others], complete
 
 
 class Heartbeat:
-    """The server's pulse: once a second every process on a request's way is asked for its counts.
+    """Asks every process that requests pass through for its counts, once a second.
 
-    Of several ranks that is the first, which waits for the others in every step. An answer shows that tokenizers,
-    scheduler and detokenizer take messages, so /health asks nobody, and the counts are at hand for /metrics.
+    Of several ranks only the first is asked, which waits for the others in every step. Answers show that tokenizers,
+    scheduler and detokenizer handle messages, so /health and /metrics use the last ones and ask no process.
     """
 
     def __init__(self, client: EngineClient) -> None:
@@ -267,7 +268,7 @@ class Heartbeat:
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
     async def beat(self) -> None:
-        """Ask once; if not all answer, the last answer grows older."""
+        """Ask once; `age` starts anew only if all processes answer."""
         processes, complete = await self._client.query_counts(HEARTBEAT_TIMEOUT)
         self.counts |= {process.process: process.counts for process in processes}
         if complete:
@@ -276,7 +277,7 @@ class Heartbeat:
             self._generated, self._last = generated, now
 
     def note(self, counts: dict[str, int]) -> None:
-        """Take counts of the scheduler that came with another answer: /metrics tells the newest."""
+        """Store counts of the scheduler that came with another answer, so that /metrics has the newest."""
         self.counts["scheduler-0"] = counts
 
     @property

@@ -1,7 +1,7 @@
-"""One HTTP request while the engine works on it: what it asks for, what has come for it, and the way to wait for more.
+"""One HTTP request while the engine works on it: its job, its output so far, and how its reader waits for more.
 
-A reader that is behind finds everything since its last visit merged into one `Delta` a choice: memory is bounded by
-the length of the answer, and nobody waits for anybody. Everything here runs on the event loop's thread.
+Output that a slow reader has not taken is merged into one `Delta` a choice: memory is bounded by the length of the
+answer, and a slow client delays no other. Everything here runs on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from minisgl.server.api.metrics import RequestMetrics, SequenceClock
 
 
 class Delta:
-    """Output of one choice since its reader last looked."""
+    """Output of one choice that its reader has not taken yet."""
 
     __slots__ = ("_ids", "_stop_ids", "_texts", "ended_by", "finish", "index", "logprobs", "prompt_logprobs", "vector")
 
     def __init__(self, index: int, stop_ids: Sequence[int] = ()) -> None:
-        """`stop_ids`: the tokens that the request named to end it."""
+        """`stop_ids`: the stop tokens that the request named."""
         self.index = index
         self.finish: FinishReason | None = None
-        self.ended_by: str | int | None = None  # a stop string or a token, of the model's own or named
-        self.logprobs: list[PositionLogprobs] = []  # one for each id, if asked for
-        # One for each id of the prompt but the first, if asked for; once.
+        self.ended_by: str | int | None = None  # stop string or token that ended the choice
+        self.logprobs: list[PositionLogprobs] = []  # one for each id, if requested
+        # One for each id of the prompt but the first, if requested; in one delta only.
         self.prompt_logprobs: list[PositionLogprobs] = []
         self.vector = b""  # vector of a pooled prompt: little-endian float32
         self._stop_ids = stop_ids
@@ -53,7 +53,7 @@ class Delta:
 
     @property
     def stop_reason(self) -> str | int | None:
-        """Stop string or token that the request named and that ended it; None for the model's own end."""
+        """Stop string or token of the request that ended the choice; None if a token of the model's own did."""
         asked = isinstance(self.ended_by, str) or self.ended_by in self._stop_ids
         return self.ended_by if asked else None
 
@@ -63,11 +63,11 @@ class Delta:
 
     @property
     def pieces(self) -> Iterator[tuple[str, int]]:
-        """Text as it came, in pieces, each with its number of ids."""
+        """Text in the pieces in which it came, each with its number of ids."""
         return zip(self._texts, map(num_ids, self._ids), strict=True)
 
     def split(self) -> Iterator[Delta]:
-        """Return what came, piece by piece: each with its own text, ids and log-probabilities; the last has the end."""
+        """Return a delta for each piece, with its text, ids and log-probabilities; the last has the finish reason."""
         start = 0
         for number, (text, ids) in enumerate(zip(self._texts, self._ids, strict=True), start=1):
             end = start + num_ids(ids)
@@ -80,50 +80,50 @@ class Delta:
 
     @property
     def token_ids(self) -> list[int]:
-        """Ids so far; they may be ahead of the text, of which some may be held back."""
+        """Ids of this delta; they may be ahead of the text, a part of which may be held back."""
         ids: list[int] = unpack_ids(b"".join(self._ids)).tolist()
         return ids
 
 
 class ClientGone(Exception):
-    """The HTTP client has left: there is nobody to answer."""
+    """The HTTP client has closed its connection."""
 
 
 class Job(GenerateOptions, frozen=True, kw_only=True):
-    """Order of one HTTP request: each prompt, answered n times. Choice i answers prompt i // n."""
+    """What one HTTP request asks of the engine: n answers to each prompt. Choice i answers prompt i // n."""
 
     prompts: Sequence[Prompt]
     n: int = 1
     field_names: Mapping[str, str] = {}  # our name of a field -> the client's
-    prompt_fields: Sequence[str] = ()  # the client's name of each prompt; (): `prompt`, with a place if there are more
-    pools: bool = False  # a vector is wanted of each prompt, and no text
+    prompt_fields: Sequence[str] = ()  # the client's name of each prompt; (): `prompt`, or `prompt.0`, `prompt.1` ...
+    pools: bool = False  # each prompt is answered by a vector, not by text
 
     @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.n
 
     def under_names(self, names: Mapping[str, str]) -> Job:
-        """Return the job of a body that was put into other words: `names` are the client's of the fields there."""
+        """Return the job with the client's field names, for a body of another API that was translated."""
         found = {ours: names.get(theirs, theirs) for ours, theirs in self.field_names.items()}
         return msgspec.structs.replace(self, field_names={**found, **names})
 
 
 class Sink(Protocol):
-    """A reader that is given what comes."""
+    """Reader of a stream, which is given each delta as it comes."""
 
     @property
     def is_behind(self) -> bool:
-        """True if it should not be given more now."""
+        """True if it cannot take more at the moment."""
 
     async def caught_up(self) -> None:
-        """Wait until it may."""
+        """Wait until it can take more."""
 
     def take(self, deltas: Iterable[Delta]) -> None:
-        """Take at most one delta of each choice."""
+        """Write the deltas, at most one of each choice."""
 
 
 class OpenRequest:
-    """One HTTP request, from its admission to its answer: what has arrived for it, and the way to wait for more."""
+    """One HTTP request, from its admission to the end of its answer."""
 
     def __init__(
         self, job: Job, first_seq_id: int, tokenizer: int, metrics: RequestMetrics, request_id: str = ""
@@ -137,12 +137,12 @@ class OpenRequest:
         self._metrics = metrics
         self.prompt_ids: dict[int, PackedIds] = {}  # by prompt
         self.prompt_ends: dict[int, str] = {}  # by prompt: how a conversation's prompt ends
-        self.echoes: dict[int, Echo] = {}  # by prompt, of those who asked
+        self.echoes: dict[int, Echo] = {}  # by prompt, if the job asks for echoes
         now = time.perf_counter()
         self.clocks = [SequenceClock(metrics, now) for _ in self.seq_ids]
         self._num_accepted = 0
         self._num_finished = 0
-        self._cached_tokens: dict[int, int] = {}  # by prompt; n choices share what was found for the first of them
+        self._cached_tokens: dict[int, int] = {}  # by prompt: the least among its choices, which the first one has
         self._pending: dict[int, Delta] = {}  # by choice, in order of arrival
         self._failure: Exception | None = None
         self._sink: Sink | None = None
@@ -152,13 +152,13 @@ class OpenRequest:
     # Methods for the reader.
 
     async def accepted(self) -> None:
-        """Wait until every prompt is valid and on its way."""
+        """Wait until the tokenizer has accepted every prompt; raises the error if it refuses one."""
         await self._until(OpenRequest._is_accepted)
 
     async def stream_to(self, sink: Sink) -> None:
-        """Give all that comes to a sink, up to the end.
+        """Give all output to the sink, up to the end.
 
-        While the sink keeps up it gets everything in `deliver`, and no task has to be woken for each token.
+        While the sink keeps up, `deliver` gives it everything, and no task has to be woken for each token.
         """
         self._sink = sink
         await self._until(OpenRequest._is_pending_or_over)
@@ -168,7 +168,7 @@ class OpenRequest:
             await self._until(OpenRequest._is_pending_or_over)
 
     async def complete(self) -> list[Delta]:
-        """Wait for the end of every choice; take them in order."""
+        """Wait for the end of every choice; return one whole delta of each, in order."""
         await self._until(OpenRequest._is_complete)
         pending, self._pending = self._pending, {}
         return sorted(pending.values(), key=lambda delta: delta.index)
@@ -185,7 +185,7 @@ class OpenRequest:
     # Methods for the engine client.
 
     def accept(self, accepted: Accepted) -> None:
-        """Take note of an accepted prompt."""
+        """Record that the tokenizer has accepted a prompt."""
         prompt = self._prompt_of(accepted.seq_ids[0])
         self.prompt_ids[prompt] = accepted.prompt_ids
         self.prompt_ends[prompt] = accepted.prompt_end
@@ -197,7 +197,7 @@ class OpenRequest:
         self._num_accepted += 1
 
     def put(self, output: OutputDelta, now: float) -> None:
-        """Take output of a choice that came at this time of `perf_counter`."""
+        """Add output of a choice; `now` is the time of `perf_counter` at which it came."""
         index = output.seq_id - self.seq_ids.start
         clock = self.clocks[index]
         if output.ids:
@@ -223,24 +223,24 @@ class OpenRequest:
                 self._metrics.request_max_num_generation_tokens.observe(longest)
 
     def deliver(self) -> None:
-        """Give the reader what has come, if that is what it waits for."""
+        """Give the sink the pending output, or wake the reader if what it waits for is there."""
         sink = self._sink
         if sink is not None and self._failure is None and not sink.is_behind:
             self._give_to(sink)
         self._wake()
 
     def fail(self, failure: Exception) -> None:
-        """End the request as a whole without an answer. The first failure counts."""
+        """End the whole request with an error. Only the first call has an effect."""
         if self._failure is None:
             self._failure = failure
         self._wake()
 
     def aborted(self, seq_id: int) -> None:
-        """Count a choice that has been given up."""
+        """Count a choice that was aborted."""
         self.clocks[seq_id - self.seq_ids.start].end("abort", time.perf_counter())
 
     def field_names(self, seq_id: int) -> dict[str, str]:
-        """Return our name of a field -> the client's, in what is told of this sequence."""
+        """Return our name of a field -> the client's, for errors about this sequence."""
         names = dict(self.job.field_names)
         if self.job.prompt_fields:
             names["prompt"] = self.job.prompt_fields[self._prompt_of(seq_id)]
@@ -265,7 +265,7 @@ class OpenRequest:
         try:
             if pending:
                 sink.take(pending.values())
-        except Exception as error:  # this request's alone
+        except Exception as error:  # fails this request, not the task that handles all messages
             self.fail(error)
 
     async def _until(self, condition: Callable[[OpenRequest], bool]) -> None:
@@ -278,7 +278,7 @@ class OpenRequest:
             raise self._failure
 
     def _wake(self) -> None:
-        """Wake the reader if what it waits for is there: a reader of the whole answer is not woken by each token."""
+        """Wake the reader if its condition holds: one that waits for the whole answer is not woken by each token."""
         waiter = self._waiter
         if waiter is not None and not waiter.done() and (self._failure is not None or self._waits_for(self)):
             waiter.set_result(None)

@@ -1,6 +1,6 @@
-"""Queries to the workers beside requests: about text and ids, the cache, and what each process holds.
+"""Queries to the workers that are no requests: encode and decode text, flush the cache, count what processes hold.
 
-A query has an id, which its answer names. What comes when nobody waits for it any more is dropped.
+An answer carries its query's id. Answers that come after the timeout are dropped.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Queries:
         return len(self._replies) + len(self._reports)
 
     async def ask(self, query: Callable[[int], Query], answer_type: type[R], timeout_seconds: float) -> R:
-        """Ask one tokenizer worker and wait for the answer. `query` makes the message of an id.
+        """Ask one tokenizer worker and wait for the answer. `query` makes the message from a query id.
 
-        ApiError if the worker gives none in time, or says what is wrong with the query.
+        ApiError if the worker does not answer in time, or answers that the query is wrong.
         """
         query_id = next(self._ids)
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
@@ -57,7 +57,7 @@ class Queries:
         return answer
 
     async def ask_counts(self, timeout_seconds: float) -> tuple[list[ProcessCounts], bool]:
-        """Return what every worker holds, by name, and True if all of them answered in time."""
+        """Return the counts of every worker, by name, and True if all of them answered in time."""
         loop = asyncio.get_running_loop()
         reports: dict[int, asyncio.Future[list[ProcessCounts]]] = {}
         for outbox in self._tokenizers:
@@ -69,12 +69,12 @@ class Queries:
         finally:
             for query_id in reports:
                 self._reports.pop(query_id, None)
-        # Each route passes the scheduler and the detokenizer: the last report of a process counts.
+        # A query goes through its tokenizer, the scheduler and the detokenizer, so these two report several times.
         merged = {counts.process: counts for report in done for counts in report.result()}
         return [merged[name] for name in sorted(merged)], not missing
 
     def answer(self, answer: Reply | Report) -> None:
-        """Give an answer to whoever asked."""
+        """Give an answer to the coroutine that waits for it, if one still does."""
         if isinstance(answer, Report):
             report = self._reports.pop(answer.query_id, None)
             if report is None or report.done():
@@ -87,7 +87,7 @@ class Queries:
                 reply.set_result(answer)
 
     def fail(self, error: ApiError) -> None:
-        """Fail all that wait: there will be no more replies."""
+        """Fail all queries that wait for a reply."""
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(error)

@@ -1,5 +1,5 @@
-"""OpenAI's Responses API: POST /v1/responses, and what was answered, kept on request.
+"""OpenAI's Responses API: POST /v1/responses, and the responses that are stored on request.
 
-A `body` becomes a conversation of chat completions (`items`, `job`), whose answer the `writer` renders as a
-response with the items of `output`; `store` keeps responses.
+`job` translates a `body`, with its `items` and `tools`, into a chat completion, whose answer `writer` writes as a
+response with the items of `output`. `store` keeps responses, and `history` looks them up for one owner.
 """

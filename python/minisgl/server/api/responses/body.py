@@ -9,7 +9,13 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from minisgl.request_fields import RequestField
 from minisgl.server.api.bodies.request_body import NEVER, OFF, STRING, RequestBody, any_of
-from minisgl.server.api.bodies.schema import ParallelToolCalls, ReasoningEffort, Temperature, TemplateKwargs, ToolChoice
+from minisgl.server.api.bodies.route_bodies import (
+    ParallelToolCalls,
+    ReasoningEffort,
+    Temperature,
+    TemplateKwargs,
+    ToolChoice,
+)
 from minisgl.structured_output.response_format import Options
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"

@@ -1,4 +1,4 @@
-"""Responses that requests take from the store and leave in it; without a store, errors that name its flag."""
+"""Stored responses as requests use them; without a store, errors that name its flag."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ItemList(msgspec.Struct, frozen=True, tag_field="object", tag="list"):
 
 
 class History:
-    """Responses of one owner. `store` is None if the server keeps none."""
+    """Responses of one owner. `store` is None if the server stores none."""
 
     def __init__(self, store: ResponseStore | None, owner: str) -> None:
         self._store = store
@@ -39,7 +39,7 @@ class History:
     # For a new response.
 
     async def before(self, body: ResponsesBody) -> list[Item]:
-        """Return the items of the response that a body goes on from, if any; ApiError if it is not there."""
+        """Return the items of the conversation that a body continues, if any; ApiError if it is not stored."""
         id = body.previous_response_id
         if id is None:
             return []
@@ -56,7 +56,7 @@ class History:
             ) from None
 
     async def resolved(self, items: Sequence[Item]) -> list[Item]:
-        """Return the items, with those in place of references that they name; ApiError for one that is not there."""
+        """Return the items with references replaced by the stored items; ApiError for one that is not stored."""
         wanted = {index: self._referenced(item, index) for index, item in enumerate(items) if _is_reference(item)}
         if not wanted:
             return list(items)
@@ -80,7 +80,7 @@ class History:
         return id
 
     def keeper(self, body: ResponsesBody, items: Sequence[Item]) -> Keep | None:
-        """Return what stores the response to these items; None if it is not to be stored."""
+        """Return the function that stores the response to these items; None if it is not to be stored."""
         store = self._store
         if store is None or not body.store:
             return None
@@ -90,23 +90,23 @@ class History:
             previous = response.previous_response_id
             try:
                 await store.put(Entry(response.id, self.owner, previous, kept, msgspec.json.encode(response)))
-            except sqlite3.Error:  # its client gets it all the same
+            except sqlite3.Error:  # the client gets its response all the same
                 logger.exception("a response could not be stored")
 
         return keep
 
-    # Methods on stored responses.
+    # For a stored response.
 
     async def response(self, id: str) -> bytes:
-        """Return a response as JSON; ApiError if it is not there."""
+        """Return a response as JSON; ApiError if it is not stored."""
         return (await self._found(id, lambda store: store.get(id, self.owner))).response
 
     async def delete(self, id: str) -> None:
-        """Forget a response; ApiError if it is not there."""
+        """Delete a response; ApiError if it is not stored."""
         await self._found(id, lambda store: store.delete(id, self.owner))
 
     async def input_items(self, id: str, *, limit: int, after: str | None, descending: bool) -> ItemList:
-        """Return a page of what a response has answered; ApiError if it or the item `after` is not there."""
+        """Return a page of a response's input items; ApiError if it, or the item `after`, is not stored."""
         items = await self._found(id, lambda store: store.input(id, self.owner))
         if descending:
             items.reverse()
@@ -120,7 +120,7 @@ class History:
         return ItemList(page, first, last, has_more=start + limit < len(items))
 
     async def _found(self, id: str, ask: Callable[[ResponseStore], Awaitable[T]]) -> T:
-        """Ask the store of a response; ApiError if that is not there, or too long."""
+        """Return `ask(store)`; ApiError if the response is not stored, or its conversation too long."""
         if self._store is None:
             text = f"there is no response {id:.80}: the server keeps responses only with {FLAG}"
             raise ApiError(404, text, code="response_not_found")

@@ -1,7 +1,7 @@
 """Input items of a response, as the messages of a conversation.
 
-An assistant's turn is several items: reasoning, a text, calls. They become one message, which the output of a call or
-another speaker ends.
+An assistant's turn consists of several items: reasoning, a text, calls. They become one message, which ends before a
+call's output or a message of another role.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 
 from minisgl.core import InvalidRequest
 from minisgl.server.api.bodies.conversation import Message, content_text, member, optional_member
-from minisgl.server.api.bodies.schema import MAX_MESSAGES
+from minisgl.server.api.bodies.route_bodies import MAX_MESSAGES
 from minisgl.server.api.responses.body import Item
 
 ROLES = ("user", "assistant", "system", "developer")
-TEXT_PARTS = {  # type of a content part -> where its text is
+TEXT_PARTS = {  # type of a content part -> name of its text field
     "input_text": "text",
     "output_text": "text",
     "text": "text",
@@ -30,15 +30,15 @@ _SEALED = "minisgl:"
 
 
 def seal(reasoning: str) -> str:
-    """Return reasoning as `encrypted_content`, which many clients send back without its text.
+    """Return reasoning as `encrypted_content`, because many clients send that back without the reasoning's text.
 
-    It is not encrypted: the client has seen the text.
+    It is encoded, not encrypted: the client has seen the text.
     """
     return _SEALED + base64.b64encode(reasoning.encode()).decode()
 
 
 def unseal(content: str) -> str:
-    """Return the reasoning; nothing if another server has sealed it."""
+    """Return the reasoning of a `seal`, or "" if another server made it."""
     if not content.startswith(_SEALED):
         return ""
     try:
@@ -48,9 +48,9 @@ def unseal(content: str) -> str:
 
 
 def messages_of(items: Sequence[Item], path_of: Callable[[int], str]) -> list[Message]:
-    """Return the messages that the items are; InvalidRequest naming the first field that is wrong.
+    """Return the items as messages; InvalidRequest naming the first field that is wrong.
 
-    `path_of` returns the name of an item's field by its index.
+    `path_of` returns the path of an item by its index.
     """
     if not items:
         raise InvalidRequest("input", "input must have at least one item")
@@ -75,9 +75,9 @@ def messages_of(items: Sequence[Item], path_of: Callable[[int], str]) -> list[Me
 
 
 def kept_items(items: Sequence[Item], number: str) -> list[Item]:
-    """Return a response's input as it is kept and listed: each item has an id, a message's content is parts.
+    """Return a response's input as it is stored and listed: each item has an id, and a message's content is parts.
 
-    `number` is the response's, as in the ids of its output.
+    `number` is the part of the response's id that the ids of its items share.
     """
     return [_kept(item, f"_{number}_i{index}") for index, item in enumerate(items)]
 
@@ -94,7 +94,7 @@ def _kept(item: Item, id_end: str) -> Item:
 
 
 def item_type(item: Item, path: str) -> str:
-    """Return the type of an item: a message may leave it out."""
+    """Return the type of an item, which a message may leave out; InvalidRequest if another item does."""
     kind = optional_member(item, "type", str, path)
     if kind is None and "role" in item:
         return "message"
@@ -106,7 +106,7 @@ def item_type(item: Item, path: str) -> str:
 class _Conversation:
     def __init__(self) -> None:
         self.messages: list[Message] = []
-        self._turn: Message | None = None  # the assistant's, to which more items may belong
+        self._turn: Message | None = None  # message of the assistant that the next item may extend
 
     def add_message(self, item: Item, path: str) -> None:
         role = item.get("role")
@@ -137,7 +137,7 @@ class _Conversation:
         self._end_turn({"role": "tool", "tool_call_id": member(item, "call_id", str, path), "content": text})
 
     def _open_turn(self, *endings: str) -> Message:
-        """Return the assistant's message; a new one if it has any of these fields already."""
+        """Return the assistant's current message, or a new one if it has any of the fields `endings`."""
         if self._turn is None or any(name in self._turn for name in endings):
             self._turn = {"role": "assistant"}
             self.messages.append(self._turn)

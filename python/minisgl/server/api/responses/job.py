@@ -1,4 +1,4 @@
-"""Turns the body of a response into a chat completion's job for the engine, and its answer into a response."""
+"""Translates the body of a response into the job of a chat completion, and prepares the response object."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from minisgl.message.to_tokenizer import ChatPrompt
 from minisgl.parsers.parser_choice import Parsers
 from minisgl.server.api.answers.chat import chat_job
 from minisgl.server.api.answers.chat_writer import ChatOptions
-from minisgl.server.api.bodies.body import validate
 from minisgl.server.api.bodies.conversation import Message
+from minisgl.server.api.bodies.read_body import validate
 from minisgl.server.api.bodies.request_body import RequestBody
-from minisgl.server.api.bodies.schema import ChatBody
-from minisgl.server.api.bodies.tools import ToolUse, response_tools
+from minisgl.server.api.bodies.route_bodies import ChatBody
+from minisgl.server.api.bodies.tools import ToolUse
 from minisgl.server.api.http.errors import under_clients_names
 from minisgl.server.api.requests.open_request import Job
 from minisgl.server.api.responses.body import INCLUDE_REASONING, Item, ResponsesBody, TextFormat
 from minisgl.server.api.responses.items import messages_of
+from minisgl.server.api.responses.tools import response_tools
 from minisgl.server.api.responses.writer import PREFIX, Response
 
-NAMES = {  # fields of a chat -> those that the client has written
+NAMES = {  # field of a chat completion -> the client's field
     "messages": "input",
     "prompt": "input",
     "max_tokens": "max_output_tokens",
@@ -38,7 +39,7 @@ NAMES = {  # fields of a chat -> those that the client has written
     "verbosity": "text.verbosity",
 }
 
-REPEATED = (  # fields of a request that its response has as they are
+REPEATED = (  # fields of a request that its response repeats
     "instructions metadata parallel_tool_calls previous_response_id prompt_cache_key safety_identifier tool_choice "
     "truncation user"
 ).split()
@@ -47,21 +48,22 @@ Count = Callable[[ChatPrompt], Awaitable[int | None]]  # counts a prompt's token
 
 @dataclass(frozen=True, slots=True)
 class PreparedResponse:
-    """Request for one response, ready to be generated."""
+    """Request for one response, ready to be submitted."""
 
     job: Job
     options: ChatOptions
     use: ToolUse
-    begun: Response  # before it has any output
-    seals_reasoning: bool  # returns reasoning as encrypted_content, too
+    begun: Response  # the response before it has any output
+    seals_reasoning: bool  # reasoning is also returned as encrypted_content
 
 
 def prepare_response(
     body: ResponsesBody, earlier: Sequence[Item], items: Sequence[Item], limits: Limits, parsers: Parsers, model: str
 ) -> PreparedResponse:
-    """Return the request of a body, ready to be generated; ApiError or InvalidRequest naming the field that is wrong.
+    """Return the request of a body, ready to be submitted; ApiError or InvalidRequest naming the field that is wrong.
 
-    `items` are the body's, with nothing to look up; `earlier` those of the responses that it goes on from.
+    `items` are the body's input items with references resolved; `earlier` the items of the conversation that it
+    continues.
     """
     use, warnings = response_tools(body.tools or [], body.tool_choice, body.parallel_tool_calls)
     chat = _chat_body(body, conversation(body, earlier, items), limits)
@@ -72,7 +74,7 @@ def prepare_response(
 
 
 def conversation(body: ResponsesBody, earlier: Sequence[Item], items: Sequence[Item]) -> list[Message]:
-    """Return the messages of a response: its instructions, what came before it, its input."""
+    """Return the messages of a response: its instructions, the earlier items, its input."""
     instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     start = len(earlier)
 
@@ -83,7 +85,7 @@ def conversation(body: ResponsesBody, earlier: Sequence[Item], items: Sequence[I
 
 
 def _chat_body(body: ResponsesBody, messages: list[Message], limits: Limits) -> ChatBody:
-    """Return the chat completion that gives the same answer."""
+    """Return the body of the equivalent chat completion."""
     shared = body.model_fields_set & RequestBody.model_fields.keys() & ChatBody.model_fields.keys()
     fields: dict[str, Any] = {name: getattr(body, name) for name in shared if getattr(body, name) is not None}
     fields |= {
@@ -112,7 +114,7 @@ def _response_format(form: TextFormat) -> dict[str, Any]:
 
 
 def initial_response(body: ResponsesBody, warnings: list[str], sampling: SamplingParams, model: str) -> Response:
-    """Return the response with all that is known before it is generated."""
+    """Return the response with all fields that are known before it is generated."""
     form = None if body.text is None else body.text.format
     text: dict[str, Any] = {
         "format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)
@@ -142,10 +144,9 @@ def initial_response(body: ResponsesBody, warnings: list[str], sampling: Samplin
 async def truncate_to_fit(job: Job, count: Count, max_seq_len: int) -> tuple[Job, int]:
     """Return the job of a conversation with as many of its last turns as fit, and the number of messages left out.
 
-    A turn begins with a message of the user: what is left never begins with the output of a call that is gone. The
-    system messages at the head stay.
-
-    If not even the last turn fits, the job stays as it is, to be refused as any that is too long.
+    A turn begins with a message of the user, so that the output of a call never stays without the call. The system
+    messages at the head stay. If not even the last turn fits, the job is returned unchanged and will be refused as too
+    long.
     """
     (prompt,) = job.prompts
     assert isinstance(prompt, ChatPrompt)
@@ -163,7 +164,7 @@ async def truncate_to_fit(job: Job, count: Count, max_seq_len: int) -> tuple[Job
 
     if await fits(0):
         return job, 0
-    fewest, end = 1, len(starts)  # finds the fewest turns to leave out; at `end` none would be left
+    fewest, end = 1, len(starts)  # binary search for the fewest turns to leave out; at `end` none would be left
     while fewest < end:
         middle = (fewest + end) // 2
         if await fits(middle):
@@ -176,7 +177,7 @@ async def truncate_to_fit(job: Job, count: Count, max_seq_len: int) -> tuple[Job
 
 
 def _turns(messages: Sequence[Message]) -> list[int]:
-    """Return where each turn begins: the first behind the head, the others at messages of the user."""
+    """Return the index at which each turn begins: the first after the head, the others at messages of the user."""
     roles = [message["role"] for message in messages]
     head = next((index for index, role in enumerate(roles) if role not in ("system", "developer")), len(roles))
     return [head, *(index for index in range(head + 1, len(roles)) if roles[index] == "user")]

@@ -130,7 +130,7 @@ PREFIXES: dict[type[Event], str] = {Content: "msg", Reasoning: "rs", CallStart: 
 
 @dataclass(slots=True)
 class _OpenItem:
-    """Item that is being written. `start` is the event that it began with; a call has its name."""
+    """Item that is being written. `start` is its first event, which has the name of a call."""
 
     id: str
     index: int
@@ -144,10 +144,10 @@ class _OpenItem:
 
 
 class Output:
-    """Items of one response: an answer's events go in, in order, and stream events come out.
+    """Items of one response: takes an answer's events in order, and yields the stream's events.
 
-    An item ends where one of another kind, or another call, begins. Its id has the number of its response and its own
-    index, so that it can be found by it.
+    An item ends where an item of another kind, or another call, begins. Its id is made of its response's number and its
+    index, so that the store can find it by its id.
     """
 
     def __init__(self, number: str, next_sequence_number: Callable[[], int], *, seals_reasoning: bool) -> None:
@@ -159,11 +159,11 @@ class Output:
         self._open: _OpenItem | None = None
 
     def items(self) -> list[OutputItem]:
-        """Return the items; the one that is being written as incomplete."""
+        """Return all items; one that is still being written is incomplete."""
         return [*self._done, *([] if self._open is None else [self._item(self._open, "incomplete")])]
 
     def take(self, event: Event, logprobs: list[ChatLogprob]) -> Iterator[ItemEvent]:
-        """Take an event of the answer, with the log-probabilities of its tokens if it is text that has them."""
+        """Yield the stream's events for an event of the answer; `logprobs` are those of its tokens, if requested."""
         if isinstance(event, CallStart) or self._open is None or not _goes_on(self._open.start, event):
             yield from self.end("completed")
             yield from self._begin(event)
@@ -181,7 +181,7 @@ class Output:
                 yield ArgumentsDelta(self._next(), item.index, item.id, delta=text)
 
     def finish(self, status: ItemStatus) -> Iterator[ItemEvent]:
-        """End the answer; one that is complete has a message or a call, if an empty one."""
+        """End the answer. A complete one that has neither message nor call gets an empty message."""
         if status == "completed" and not any(not isinstance(item, ReasoningItem) for item in self.items()):
             yield from self.take(Content(""), [])
         yield from self.end(status)
@@ -231,7 +231,7 @@ class Output:
 
 
 def _goes_on(start: Event, event: Event) -> bool:
-    """True if an event belongs to the item that began with `start`."""
+    """Return True if an event belongs to the item that began with `start`."""
     if isinstance(start, CallStart):
         return isinstance(event, CallArguments)
     return type(start) is type(event)

@@ -1,8 +1,8 @@
-"""Keeps responses in a SQLite file, each for the owner of the key that asked for it.
+"""Stores responses in a SQLite file, each for the owner of the key that requested it.
 
-The file's connection lives in a thread of its own, so that a slow disk holds up nobody but those who wait for it. What
-is kept is bounded in bytes: the oldest responses make room. A response knows the one that it goes on from; the items of
-a conversation are gathered along that chain.
+All access to the file is in one thread, so that a slow disk delays only the requests that wait for it. The file's
+responses are bounded in bytes: the oldest make room. A response names the previous one of its conversation; the items
+of a conversation are collected along that chain.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import TypeVar
 import msgspec
 
 from minisgl.config import ConfigError, HttpConfig
-from minisgl.server.api.bodies.body import MAX_ITEMS, BodyScan
+from minisgl.server.api.bodies.read_body import MAX_ITEMS, BodyScan
 from minisgl.server.api.http.errors import ApiError
 from minisgl.server.api.responses.body import Item
 
 T = TypeVar("T")
 
-# Id of an output item, or with an i of an input item; it names its response.
+# Id of an output item, or with an `i` of an input item; the 32 digits are its response's.
 ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_i?[0-9]{1,6}")
 VERSION = 1  # version of the tables, in the file's user_version
-BUSY_SECONDS = 10.0  # to wait for another process that writes the same file
+BUSY_SECONDS = 10.0  # to wait while another process writes the same file
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
     number INTEGER PRIMARY KEY,
@@ -46,11 +46,11 @@ CREATE INDEX IF NOT EXISTS responses_bytes ON responses (bytes);
 
 
 class TooMuchStored(Exception):
-    """More bytes, values or items are asked for than are read at a time."""
+    """A request needs more bytes or values of the store than may be read for one request."""
 
 
 class MissingResponse(Exception):
-    """There is no such response of this owner. `id` names it."""
+    """The owner has no response with this `id`."""
 
     def __init__(self, id: str) -> None:
         super().__init__(id)
@@ -59,23 +59,23 @@ class MissingResponse(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Response as it is kept, with its own input: both JSON, a list of items that have ids and a Response object."""
+    """Response as it is stored, with its own input."""
 
     id: str
     owner: str
     previous: str | None
-    input: bytes
-    response: bytes
+    input: bytes  # JSON: list of items that have ids
+    response: bytes  # JSON: Response object
 
 
 class ResponseStore:
     """Open file of responses."""
 
     def __init__(self, path: str, max_bytes: int, *, max_read_bytes: int) -> None:
-        """Open the file, or make it, for this user alone; ConfigError if it cannot be used.
+        """Open the file, or create it readable for this user alone; ConfigError if it cannot be used.
 
-        `max_bytes` may be kept in all, `max_read_bytes` and as many values as a request's body may have are read of it
-        for one request.
+        The store keeps at most `max_bytes`. For one request it reads at most `max_read_bytes`, and as many values as a
+        request's body may have.
         """
         self._max_bytes = max_bytes
         self._max_read_bytes = max_read_bytes
@@ -83,30 +83,30 @@ class ResponseStore:
         self._database = self._thread.submit(_open, path).result()
 
     async def put(self, entry: Entry) -> None:
-        """Keep a response, and forget the oldest that there is no longer room for."""
+        """Store a response, and delete the oldest if there is no room."""
         await self._run(lambda: self._put(entry))
 
     async def get(self, id: str, owner: str) -> Entry:
-        """Return a response; MissingResponse if the owner has none of this id."""
+        """Return a response; MissingResponse if the owner has none with this id."""
         return await self._run(lambda: self._get(id, owner))
 
     async def delete(self, id: str, owner: str) -> None:
-        """Forget a response; MissingResponse if the owner has none of this id."""
+        """Delete a response; MissingResponse if the owner has none with this id."""
         await self._run(lambda: self._delete(id, owner))
 
     async def conversation(self, id: str, owner: str) -> list[Item]:
-        """Return input and output of a response and of those that it goes on from, the oldest first.
+        """Return input and output items of a response and of all before it in its conversation, oldest first.
 
-        MissingResponse if one of them is not there, TooMuchStored.
+        MissingResponse if one of the responses is missing; TooMuchStored.
         """
         return await self._run(lambda: self._items(self._chain(id, owner), outputs_of_all=True))
 
     async def input(self, id: str, owner: str) -> list[Item]:
-        """Return all that a response has answered: its `conversation` but for its own output."""
+        """Return the items that a response has answered: its `conversation` without its own output."""
         return await self._run(lambda: self._items(self._chain(id, owner), outputs_of_all=False))
 
     async def find(self, item_ids: Iterable[str], owner: str) -> dict[str, Item]:
-        """Return the items of these ids that are there; TooMuchStored."""
+        """Return the items with these ids that are stored; TooMuchStored."""
         return await self._run(lambda: self._find(set(item_ids), owner))
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class ResponseStore:
     async def _run(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
-    # In the thread.
+    # Run in the thread.
 
     def _put(self, entry: Entry) -> None:
         size = len(entry.input) + len(entry.response)
@@ -152,7 +152,7 @@ class ResponseStore:
             raise MissingResponse(id)
 
     def _chain(self, id: str, owner: str) -> Iterator[Entry]:
-        """Return a response and those that it goes on from, the newest first."""
+        """Yield a response and all before it in its conversation, newest first."""
         following: str | None = id
         while following is not None:
             entry = self._get(following, owner)
@@ -169,7 +169,7 @@ class ResponseStore:
         return {item["id"]: item for item in items if item["id"] in item_ids}
 
     def _items(self, entries: Iterator[Entry], *, outputs_of_all: bool) -> list[Item]:
-        """Return the items of entries, which come the newest first; of the newest perhaps without its output."""
+        """Return the items of entries, which come newest first; the newest one's output only if `outputs_of_all`."""
         size, scan = 0, BodyScan(MAX_ITEMS)
         found: list[list[Item]] = []
         for number, entry in enumerate(entries):
@@ -187,7 +187,7 @@ class ResponseStore:
 
 
 def open_store(http: HttpConfig) -> ResponseStore | None:
-    """Return the store that the flags name, if any; ConfigError if it cannot be used."""
+    """Return the store of --response-store, if given; ConfigError if it cannot be used."""
     if http.response_store is None:
         return None
     return ResponseStore(http.response_store, http.response_store_bytes, max_read_bytes=http.max_body_bytes)
@@ -202,7 +202,7 @@ def _open(path: str) -> sqlite3.Connection:
         if version != VERSION and (version or tables):
             raise ConfigError(f"--response-store {path} is not a file of this server's responses")
         database.execute("PRAGMA journal_mode = WAL")
-        database.execute("PRAGMA synchronous = NORMAL")  # a crash of the machine may lose the last, and no more
+        database.execute("PRAGMA synchronous = NORMAL")  # a crash of the machine may lose the last responses only
         database.execute("PRAGMA secure_delete = ON")
         database.executescript(_SCHEMA)
         database.execute(f"PRAGMA user_version = {VERSION}")

@@ -1,4 +1,4 @@
-"""Writes what the engine gives as a Response object, or as the events of its stream.
+"""Writes the engine's output as a Response object, or as the events of its stream.
 
 Specification: https://platform.openai.com/docs/api-reference/responses-streaming
 """
@@ -27,7 +27,7 @@ ResponseStatus: TypeAlias = Literal["in_progress", "completed", "incomplete", "f
 
 class InputTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
-    cache_write_tokens: int = 0  # tokens that are paid for: none
+    cache_write_tokens: int = 0  # OpenAI's charge for caching; there is none here
 
 
 class OutputTokensDetails(msgspec.Struct, frozen=True):
@@ -52,7 +52,7 @@ class ResponseError(msgspec.Struct, frozen=True):
 
 
 class Response(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="response"):
-    """Response as it stands; most fields repeat the request's. `warnings` is our own: what was passed over."""
+    """Response in any state. Most fields repeat the request's; `warnings` is a field of our own."""
 
     id: str
     created_at: int  # seconds since 1970
@@ -123,7 +123,7 @@ class ResponsesWriter(Writer):
     stream_end: ClassVar[bytes] = b""
 
     def __init__(self, begun: Response, options: ChatOptions, keep: Keep | None, *, seals_reasoning: bool) -> None:
-        """`begun`: the response before it has any output; `keep` stores it when it has ended."""
+        """`begun`: the response before it has any output; `keep` stores the response once it has ended."""
         self.id = begun.id
         self._response = begun
         self._options = options
@@ -132,14 +132,14 @@ class ResponsesWriter(Writer):
         self._output = Output(begun.id.removeprefix(PREFIX), self._next, seals_reasoning=seals_reasoning)
         self._open: OpenRequest | None = None
         self._choice: Choice | None = None
-        self._is_complete = False  # the model has ended the answer, and not a limit
+        self._is_complete = False  # the model ended the answer, not a limit
 
     def begin(self, request: OpenRequest) -> None:
         self._open = request
         self._choice = Choice(self._options, self._options.parser(request.prompt_ends[0]))
 
     def cancel(self) -> Response:
-        """Return the response as it ends here, or has ended before."""
+        """Return the response as cancelled now, or as it ended before."""
         if self._response.status == "in_progress":
             self._end("cancelled")
         return self._response
@@ -153,7 +153,7 @@ class ResponsesWriter(Writer):
     def events(self, delta: Delta) -> bytes:
         return b"".join(map(named_event, self._take(delta)))
 
-    def last_events(self, usage: Usage) -> bytes:  # noqa: ARG002 - it is in every end, also of a stream that fails
+    def last_events(self, usage: Usage) -> bytes:  # noqa: ARG002 - `_end` adds it, also to a stream that fails
         self._finish()
         kind = ResponseCompleted if self._is_complete else ResponseIncomplete
         return named_event(kind(self._next(), self._response))
@@ -167,7 +167,7 @@ class ResponsesWriter(Writer):
     # A whole answer.
 
     def body(self, choices: list[Delta], usage: Usage) -> bytes:  # noqa: ARG002
-        for _ in self._take(choices[0]):  # the events of a stream, which nobody wants
+        for _ in self._take(choices[0]):  # collects the items; the stream's events are not needed
             pass
         self._finish()
         return encode(self._response)

@@ -1,1 +1,1 @@
-"""The routes, a module per topic. A handler parses, asks the engine and answers; `Service` is all it knows."""
+"""The routes, one module for each topic. A handler parses the body, asks the engine and answers, through `Service`."""

@@ -1,4 +1,4 @@
-"""Declaration of a route, from which its entry in the OpenAPI document follows, and what all routes know."""
+"""Declaration of a route, from which its entry in the OpenAPI document is made, and the service that all routes use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from minisgl.limits import Limits
 from minisgl.parsers.parser_choice import NONE, Parsers
 from minisgl.pooling.pooling_config import NO_TEXT
 from minisgl.server.api.answers.answer import Answer, Writer
-from minisgl.server.api.bodies.body import MAX_ITEMS, B, check_numbers, read_body, read_fields, validate
+from minisgl.server.api.bodies.read_body import MAX_ITEMS, B, check_numbers, read_body, read_fields, validate
 from minisgl.server.api.bodies.request_body import Body, RequestBody
 from minisgl.server.api.bodies.tools import ToolUse
 from minisgl.server.api.http.errors import ApiError, ErrorBody, model_not_found
@@ -37,26 +37,26 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[Request], Awaitable[Any]]  # returns a Response or another ASGI application
 Json = dict[str, Any]
 
-TOKENIZER_TIMEOUT = 60.0  # seconds, for a tokenizer worker that has others to answer
-MAX_LOGGED = 100  # names
+TOKENIZER_TIMEOUT = 60.0  # seconds, because a tokenizer worker may have other requests to answer first
+MAX_LOGGED = 100  # names that a `LogOnce` logs
 UNKNOWN_FIELD = "requests have the unknown field %.80r; it has no effect"
 IGNORED_TYPE = "requests have tools of the type %.80r, which are passed over: only functions are known"
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A path, its handler and its methods; the handler's docstring describes it."""
+    """A path with its handler and methods; the handler's docstring is its description."""
 
     path: str
     handler: Handler
     methods: tuple[str, ...] = ("GET",)
-    bodies: tuple[type[Body], ...] = ()  # types of which a request's body is one
-    answers: tuple[Any, ...] = (Json,)  # types of which the answer is one
+    bodies: tuple[type[Body], ...] = ()  # types that the request's body may have
+    answers: tuple[Any, ...] = (Json,)  # types that the answer may have
     events: tuple[Any, ...] = ()  # types of a stream's events, if the body asks for a stream
     ends_with_done: bool = False  # a stream's last event is [DONE]
     media_type: str = "application/json"
-    errors: tuple[int, ...] = ()  # statuses besides those that every route, or every one with a body, may answer
-    error: type[msgspec.Struct] = ErrorBody  # form of its errors
+    errors: tuple[int, ...] = ()  # error statuses besides those of every route, and of every route with a body
+    error: type[msgspec.Struct] = ErrorBody  # type of its errors
     documented: bool = True
 
     @classmethod
@@ -69,7 +69,7 @@ class Endpoint:
         events: tuple[Any, ...] = (),
         **more: Any,
     ) -> Endpoint:
-        """Return a route whose requests go to the engine, where somebody may abort them."""
+        """Return a route whose requests go to the engine, where they may be aborted (499)."""
         return cls(path, handler, ("POST",), bodies, answers, events, errors=(499,), **more)
 
     @property
@@ -79,7 +79,7 @@ class Endpoint:
 
 
 class LogOnce:
-    """Logs each name once, within a text; so many names and no more."""
+    """Logs a text with each new name once, for at most MAX_LOGGED names."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -92,7 +92,7 @@ class LogOnce:
 
 
 class IgnoredTools:
-    """Says once which types of tools are passed over, and that the model has no known form of calls, if it has none."""
+    """Logs once which types of tools are ignored, and once that the model has no known form of tool calls."""
 
     def __init__(self) -> None:
         self._logged = False
@@ -111,6 +111,8 @@ class IgnoredTools:
 
 @dataclass(frozen=True, slots=True)
 class Service:
+    """Everything that the routes share: the engine, the configuration, and how requests are parsed and answered."""
+
     client: EngineClient
     heartbeat: Heartbeat
     config: ServerConfig
@@ -128,15 +130,15 @@ class Service:
     async def fields(self, request: Request) -> dict[str, Any]:
         """Return the fields of the request's body, not yet validated; ApiError if it is no JSON object."""
         http = self.config.http
-        max_items = max(MAX_ITEMS, self.limits.max_seq_len)  # a prompt of ids that fits the context is one
+        max_items = max(MAX_ITEMS, self.limits.max_seq_len)  # a prompt of ids may fill the context
         fields = read_fields(await read_body(request, http.max_body_bytes, max_items, http.receive_timeout))
-        await asyncio.sleep(0)  # each step of a large body takes a turn of its own
+        await asyncio.sleep(0)  # each of these calls takes long for a large body: others get their turn
         check_numbers(fields)
         await asyncio.sleep(0)
         return fields
 
     async def validate(self, fields: dict[str, Any], model: type[B]) -> B:
-        """Return the body made of these fields, or ApiError."""
+        """Return the body made of these fields; ApiError or InvalidRequest naming the field that is wrong."""
         body = validate(self._defaults_of(model) | fields, model, self.limits)
         self.unknown_fields.log(fields.keys() - model.known_fields())
         if body.model is not None:
@@ -145,7 +147,7 @@ class Service:
         return body
 
     def _defaults_of(self, model: type[Body]) -> dict[str, Any]:
-        """Return the values of the model's generation_config.json for what a body leaves out."""
+        """Return the values of the model's generation_config.json for fields that a body leaves out."""
         return self.config.sampling_defaults.fields if issubclass(model, RequestBody) else {}
 
     def load(self) -> EngineLoad:
@@ -156,9 +158,9 @@ class Service:
     def answer(
         self, request: Request, job: Job, writer: Writer, *, stream: bool, names: tuple[str, ...] = ()
     ) -> Answer:
-        """Return the answer that submits a job; `names` are its client's own, for /abort.
+        """Return the answer that submits a job; `names` are the client's own ids of it, for /abort.
 
-        ApiError if the model generates no text, and that is wanted.
+        ApiError if the job asks for text and the model generates none.
         """
         if self.config.pooling is not None and not job.pools:
             raise ApiError(400, NO_TEXT, code="model_not_supported")

@@ -18,7 +18,7 @@ from minisgl.server.api.answers.completions import (
     generate_job,
 )
 from minisgl.server.api.answers.sglang import SglangAnswer, SglangWriter, is_sglang, sglang_job
-from minisgl.server.api.bodies.schema import ChatBody, CompletionBody, GenerateBody, SglangBody
+from minisgl.server.api.bodies.route_bodies import ChatBody, CompletionBody, GenerateBody, SglangBody
 from minisgl.server.api.http.errors import ErrorBody
 from minisgl.server.api.routes.endpoint import Endpoint, Routes
 
@@ -44,14 +44,14 @@ class GenerationRoutes(Routes):
         return self._service.answer(request, job, ChatWriter(options), stream=body.stream, names=body.own_names)
 
     async def completions(self, request: Request) -> Answer:
-        """Go on from one prompt or several, as OpenAI does."""
+        """Complete one prompt or several, as OpenAI does."""
         body = await self._service.parse(request, CompletionBody)
         job = completion_job(body, self._service.limits)
         writer = CompletionWriter(self._service.config.model_name, body)
         return self._service.answer(request, job, writer, stream=body.stream, names=body.own_names)
 
     async def generate(self, request: Request) -> Answer:
-        """Go on from one prompt, given as Mini-SGLang or as SGLang has it."""
+        """Complete one prompt, in Mini-SGLang's or SGLang's form."""
         fields = await self._service.fields(request)
         if is_sglang(fields):
             asked = await self._service.validate(fields, SglangBody)

@@ -1,7 +1,7 @@
-"""The page at /: a chat and the glass box, which shows the server at work, and what it reads.
+"""The page at /, with a chat and the glass box, which shows the server at work, and the state that the page reads.
 
-The page is one file without foreign parts. Its script and style are allowed by their hashes and nothing else is, so a
-text of a client or of the model cannot run. It may be read without a key, its data may not.
+The page is one file that loads nothing from elsewhere. The content security policy allows its script and style by their
+hashes and nothing else, so text of a client or of the model cannot run. The page needs no key; its data does.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from minisgl.server.api.routes.endpoint import Endpoint, Routes, Service, json_r
 UI = Path(minisgl.__file__).parent / "ui"
 INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 MAX_STEP = 2**63 - 1
-MIN_INTERVAL = 0.2  # seconds between queries, however many watch
+MIN_INTERVAL = 0.2  # seconds between queries to the scheduler, however many watchers there are
 TIMEOUT = 10.0  # seconds, for a scheduler in the middle of a step
 MAX_STEPS = 8192  # steps kept for watchers that have not seen them
 
 
 class Latency(msgspec.Struct, frozen=True):
-    """A histogram of /metrics. Times are seconds."""
+    """Histogram of /metrics. Times are seconds."""
 
     bounds: tuple[float, ...]
     counts: list[int]  # up to each bound, and beyond the last
@@ -45,7 +45,7 @@ class Latency(msgspec.Struct, frozen=True):
 
 
 class DebugState(msgspec.Struct, frozen=True, kw_only=True):
-    """State of the server at one look; its totals are those of /metrics."""
+    """State of the server at one moment; its totals are those of /metrics."""
 
     version: str
     model: str
@@ -55,8 +55,8 @@ class DebugState(msgspec.Struct, frozen=True, kw_only=True):
     cache: str
     load: EngineLoad
     engine: EngineState
-    steps: list[StepRecord]  # after the one asked for
-    prompt_tokens: int  # since the start, and so are the others
+    steps: list[StepRecord]  # steps after `since`
+    prompt_tokens: int  # since the server's start, as are the fields below
     generation_tokens: int
     finished: dict[FinishReason, int]  # sequences
     time_to_first_token: Latency
@@ -64,9 +64,9 @@ class DebugState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Inspector:
-    """Looks at the engine for all who watch it: one query at a time, and not more often than pictures need.
+    """Asks the scheduler for its state on behalf of all watchers, one query at a time, at most every MIN_INTERVAL.
 
-    It keeps the last state for MIN_INTERVAL. The scheduler is asked only while somebody asks here.
+    The scheduler is asked only while somebody asks here.
     """
 
     def __init__(self, client: EngineClient, heartbeat: Heartbeat) -> None:
@@ -78,7 +78,7 @@ class Inspector:
         self._steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
 
     async def look(self, since: int) -> tuple[EngineState, list[StepRecord]]:
-        """Return the state and the steps after one; ApiError if the engine does not answer."""
+        """Return the state and the steps after number `since`; ApiError if the engine does not answer."""
         async with self._asking:
             state = self._state
             if state is None or time.monotonic() - self._asked > MIN_INTERVAL:
@@ -96,7 +96,7 @@ class Inspector:
         report = await self._client.ask(query, StateReport, TIMEOUT)
         state = report.state
         for record in state.steps:
-            if last is not None and record.begin == last.begin:  # it has grown
+            if last is not None and record.begin == last.begin:  # the last step, which has been completed since
                 self._steps.pop()
             self._steps.append(record)
         self._heartbeat.note(state.counts)
@@ -133,7 +133,7 @@ class GlassBoxRoutes(Routes):
         }
 
     async def guide(self, request: Request) -> Response:
-        """Return a page of the documentation, as text."""
+        """Return a page of the documentation as Markdown."""
         path = self._guide.get(request.path_params["page"])
         if path is None:
             raise HTTPException(404)
@@ -147,7 +147,7 @@ class GlassBoxRoutes(Routes):
     async def state(self, request: Request) -> Response:
         """Return requests, steps, pages and cached prefixes of the engine, and the totals of /metrics.
 
-        With `?since=N`, only steps after that one are told. Steps are recorded while somebody asks.
+        With `?since=N`, only steps after step N are listed. Steps are recorded only while somebody asks.
         """
         service = self._service
         state, steps = await self._inspector.look(_since(request))

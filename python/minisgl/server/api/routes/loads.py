@@ -1,6 +1,6 @@
 """Reports for routers that balance load: SGLang's /v1/loads, /get_loads and /get_load, vLLM's /load.
 
-The engine's counts are those of the last heartbeat, which /metrics tells too: a poll disturbs nobody.
+The engine's counts are those of the last heartbeat, as in /metrics: a poll costs the engine nothing.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from minisgl.server.api.routes.endpoint import Endpoint, Routes, json_response
 
 
 class RankLoad(msgspec.Struct, frozen=True):
-    """Load of a data-parallel rank, of which there is one, in SGLang's words. Times are seconds."""
+    """Load of the one data-parallel rank, with SGLang's field names. Times are seconds."""
 
     timestamp: float
     num_running_reqs: int
     num_waiting_reqs: int
     num_used_tokens: int  # tokens of the KV cache that running sequences hold
-    num_total_tokens: int  # these, and the known tokens of waiting sequences
+    num_total_tokens: int  # num_used_tokens and the known tokens of waiting sequences
     max_total_num_tokens: int
     max_running_requests: int
     token_usage: float
@@ -40,7 +40,7 @@ class Loads(msgspec.Struct, frozen=True):
 
 
 class SimpleLoad(msgspec.Struct, frozen=True):
-    """Older form of SGLang's report."""
+    """SGLang's older form of the report."""
 
     num_reqs: int
     num_waiting_reqs: int
@@ -49,7 +49,7 @@ class SimpleLoad(msgspec.Struct, frozen=True):
 
 
 class ServerLoad(msgspec.Struct, frozen=True):
-    """Number of HTTP requests that are being answered, as vLLM tells it."""
+    """Number of HTTP requests that are being answered, in vLLM's form."""
 
     server_load: int
 
@@ -88,7 +88,7 @@ class LoadRoutes(Routes):
         )
 
     async def simple_load(self, _request: Request) -> Response:
-        """Return sequences, and tokens in use or waited for, in SGLang's older form."""
+        """Return the number of sequences and their tokens, in SGLang's older form."""
         load = self._service.load()
         tokens = load.tokens_used + load.tokens_waiting
         return json_response([SimpleLoad(load.running + load.waiting, load.waiting, tokens)])

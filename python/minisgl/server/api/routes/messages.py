@@ -15,9 +15,9 @@ from minisgl.server.api.answers.answer import Answer
 from minisgl.server.api.answers.chat import chat_job
 from minisgl.server.api.anthropic.bodies import CountTokensBody, MessagesBody
 from minisgl.server.api.anthropic.chat_form import NAMES, chat_body
+from minisgl.server.api.anthropic.tools import messages_tools
 from minisgl.server.api.anthropic.writer import AnthropicMessage, MessagesWriter, StreamEvent, TokenCount
 from minisgl.server.api.bodies.conversation import template_messages
-from minisgl.server.api.bodies.tools import messages_tools
 from minisgl.server.api.http.errors import AnthropicErrorBody
 from minisgl.server.api.http.middleware import request_id_of
 from minisgl.server.api.routes.endpoint import TOKENIZER_TIMEOUT, Endpoint, Routes, json_response
@@ -40,7 +40,7 @@ class MessagesRoutes(Routes):
         use = messages_tools(asked.tools, asked.tool_choice)
         service.ignored_tools.log(use, service.parsers)
         body = chat_body(asked, service.limits, service.config.sampling_defaults.fields)
-        await asyncio.sleep(0)  # each step of a large body takes a turn of its own
+        await asyncio.sleep(0)  # each of these calls takes long for a large body: others get their turn
         job, options = chat_job(body, use, service.limits, service.parsers, service.config.model_name)
         job = msgspec.structs.replace(job.under_names(NAMES), fewer_tokens=True)
         writer = MessagesWriter(options, request_id_of(request), service.limits.max_seq_len)

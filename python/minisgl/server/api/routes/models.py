@@ -15,7 +15,7 @@ from minisgl.message.to_tokenizer import ChatPrompt, Decode, Describe, Encode, T
 from minisgl.message.types import pack_ids, unpack_ids
 from minisgl.server.api.bodies.conversation import template_messages
 from minisgl.server.api.bodies.plain_prompts import checked_ids
-from minisgl.server.api.bodies.schema import DetokenizeBody, TokenizeBody
+from minisgl.server.api.bodies.route_bodies import DetokenizeBody, TokenizeBody
 from minisgl.server.api.routes.endpoint import TOKENIZER_TIMEOUT, Endpoint, Routes, json_response
 
 
@@ -66,7 +66,7 @@ class ModelRoutes(Routes):
         return ModelCard(name, service.created, service.config.engine.model_path, service.limits.max_seq_len)
 
     async def model_info(self, _request: Request) -> Response:
-        """Tell where the model comes from."""
+        """Return the paths and names of the model."""
         config = self._service.config
         return json_response(
             {
@@ -105,13 +105,13 @@ class TokenRoutes(Routes):
         return json_response(Detokenized(reply.text))
 
     async def tokenizer_info(self, _request: Request) -> Response:
-        """Return what the model folder says about its tokenizer, chat template included."""
+        """Return the tokenizer's configuration in the model folder, chat template included."""
         reply = await self._service.client.ask(Describe, Described, TOKENIZER_TIMEOUT)
         return json_response(reply.config)
 
 
 def tokenize_prompt(body: TokenizeBody) -> TextPrompt | ChatPrompt:
-    """Return what is to be tokenized: a text or a conversation."""
+    """Return the prompt to tokenize, a text or a conversation; InvalidRequest if the body has not exactly one."""
     if body.prompt is not None and body.messages is None:
         return TextPrompt(body.prompt, True if body.add_special_tokens is None else body.add_special_tokens)
     if body.messages is None or body.prompt is not None:

@@ -1,4 +1,4 @@
-"""An operator's routes: health, versions, what the processes hold, metrics; /flush_cache and /abort."""
+"""Routes for operators: health, versions, counts of all processes, metrics; /flush_cache and /abort."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ from minisgl import __version__
 from minisgl.core import InvalidRequest, SamplingParams
 from minisgl.message.to_tokenizer import IdsPrompt
 from minisgl.message.types import FlushCache, Flushed, TextOptions, pack_ids
-from minisgl.server.api.bodies.schema import AbortBody
+from minisgl.server.api.bodies.route_bodies import AbortBody
 from minisgl.server.api.http.errors import no_answer, overloaded, shutting_down, unhealthy
-from minisgl.server.api.metrics import CONTENT_TYPE, Exposition
+from minisgl.server.api.prometheus import CONTENT_TYPE, Exposition
 from minisgl.server.api.requests.open_request import Job
 from minisgl.server.api.routes.endpoint import Endpoint, Routes, json_response
 
 SERVER_INFO_TIMEOUT = 2.0  # seconds, for the answers of all processes
 GENERATE_TIMEOUT = 30.0  # seconds, for one token
+FLUSH_TIMEOUT = 60.0  # seconds, for a scheduler in the middle of a step
 
 
 class StatusRoutes(Routes):
     def endpoints(self) -> list[Endpoint]:
         return [
             Endpoint("/health", self.health, answers=(dict[str, str],)),
-            Endpoint(
-                "/ping", self.health, ("GET", "POST"), answers=(dict[str, str],)
-            ),  # some hosting services ask for it
+            Endpoint("/ping", self.health, ("GET", "POST"), answers=(dict[str, str],)),  # for hosting services
             Endpoint("/ready", self.ready, answers=(dict[str, str],)),
             Endpoint("/health_generate", self.health_generate),
             Endpoint("/version", self.version, answers=(dict[str, str],)),
@@ -38,7 +37,7 @@ class StatusRoutes(Routes):
         ]
 
     async def health(self, _request: Request) -> Response:
-        """Answer 200 while every process on a request's way answers heartbeats."""
+        """Answer 200 while every process that requests pass through answers heartbeats."""
         self._check_health()
         return json_response({"status": "ok"})
 
@@ -57,7 +56,7 @@ class StatusRoutes(Routes):
             raise unhealthy(service.heartbeat.age)
 
     async def health_generate(self, _request: Request) -> Response:
-        """Generate one token, ahead of all who wait."""
+        """Generate one token, ahead of all waiting requests."""
         begin = time.perf_counter()
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
         job = Job(sampling, TextOptions(), 2**31 - 1, prompts=[IdsPrompt(pack_ids([0]))])
@@ -72,9 +71,9 @@ class StatusRoutes(Routes):
         return json_response({"version": __version__})
 
     async def server_info(self, _request: Request) -> Response:
-        """Return configuration, limits and what every process holds, and what routers ask in SGLang's words.
+        """Return the configuration, limits and every process's counts, and the keys of SGLang that routers read.
 
-        `complete` is false if one did not answer in time.
+        `complete` is false if a process did not answer in time.
         """
         service = self._service
         processes, complete = await service.client.query_counts(SERVER_INFO_TIMEOUT)
@@ -95,7 +94,7 @@ class StatusRoutes(Routes):
         )
 
     def _sglang_info(self) -> dict[str, object]:
-        """Return the keys of SGLang's answer that say something about this server."""
+        """Return the keys of SGLang's answer that apply to this server."""
         service, config = self._service, self._service.config
         engine = config.engine
         kv_events = config.kv_events and config.kv_events.describe(engine.page_size)
@@ -127,9 +126,6 @@ class StatusRoutes(Routes):
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
 
-FLUSH_TIMEOUT = 60.0  # seconds, for a scheduler in the middle of a step
-
-
 class ControlRoutes(Routes):
     def endpoints(self) -> list[Endpoint]:
         return [
@@ -145,7 +141,7 @@ class ControlRoutes(Routes):
         return json_response({"success": True, "pages": reply.pages})
 
     async def abort(self, request: Request) -> Response:
-        """End requests by id (the answer's, or its x-request-id), or all; return how many there were."""
+        """End requests by id (the answer's id, or its x-request-id), or all; return how many there were."""
         body = await self._service.parse(request, AbortBody)
         if body.all or body.abort_all:
             return json_response({"aborted": self._service.client.abort_all()})

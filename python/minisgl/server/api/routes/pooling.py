@@ -39,6 +39,9 @@ from minisgl.server.api.pooling.bodies import (
 from minisgl.server.api.requests.open_request import Job
 from minisgl.server.api.routes.endpoint import Endpoint, Handler, Routes, Service
 
+_PLURALS = {"embedding": "embeddings", "classes": "classes or scores"}
+_ROUTES = {"embedding": "/v1/embeddings, /score or /rerank", "classes": "/classify, /score or /rerank"}
+
 
 class PoolingRoutes(Routes):
     def __init__(self, service: Service) -> None:
@@ -74,7 +77,7 @@ class PoolingRoutes(Routes):
         return self._answer(request, job, writer, body)
 
     async def pooling(self, request: Request) -> Answer:
-        """Return what the model makes of each input, as vLLM does."""
+        """Return the model's vector of each input, embedding or classes, as vLLM does."""
         pooling = self._model()
         body = await self._service.parse(request, PoolBody)
         if body.task is not None and (body.task == "embed") != (pooling.makes == "embedding"):
@@ -139,7 +142,7 @@ class PoolingRoutes(Routes):
         return self._service.answer(request, job, writer, stream=False, names=body.own_names)
 
     def _model(self, makes: str | None = None) -> PoolingConfig:
-        """Return what the model makes; ApiError if it is not what the route answers with."""
+        """Return the model's pooling; ApiError if it does not make what the route answers with."""
         pooling = self._service.config.pooling
         if pooling is None:
             raise ApiError(400, NO_VECTORS, code="model_not_supported")
@@ -154,10 +157,6 @@ class PoolingRoutes(Routes):
             text = f"this model knows {pooling.size} classes and scores no pairs: ask /classify"
             raise ApiError(400, text, code="model_not_supported")
         return pooling
-
-
-_PLURALS = {"embedding": "embeddings", "classes": "classes or scores"}
-_ROUTES = {"embedding": "/v1/embeddings, /score or /rerank", "classes": "/classify, /score or /rerank"}
 
 
 def _activation(use_activation: bool | None, pooling: PoolingConfig) -> Activation:

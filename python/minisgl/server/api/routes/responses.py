@@ -1,4 +1,4 @@
-"""OpenAI's Responses: create, retrieve, cancel and delete them, and list their input."""
+"""The routes of OpenAI's Responses API: create, retrieve, cancel and delete a response, and list its input."""
 
 from __future__ import annotations
 
@@ -62,31 +62,31 @@ class ResponsesRoutes(Routes):
         return OpenResponse(answer, writer, history.owner, self._open)
 
     async def retrieve(self, request: Request) -> HttpResponse:
-        """Return a response that was kept."""
+        """Return a stored response."""
         if request.query_params.get("stream", "false").lower() == "true":
-            raise invalid("stream", "stream: a response that was kept is not streamed again")
+            raise invalid("stream", "stream: a stored response cannot be streamed again")
         data = await self._history(request).response(request.path_params["response_id"])
         return HttpResponse(data, media_type="application/json")
 
     async def delete(self, request: Request) -> HttpResponse:
-        """Forget a response that was kept."""
+        """Delete a stored response."""
         id = request.path_params["response_id"]
         await self._history(request).delete(id)
         return json_response(DeletedResponse(id))
 
     async def cancel(self, request: Request) -> HttpResponse:
-        """End a response that is being answered."""
+        """Cancel a response that is being generated."""
         id, history = request.path_params["response_id"], self._history(request)
         running = self._open.get(id)
         if running is not None and running.owner == history.owner:
             response = running.writer.cancel()
             self._service.client.abort(id)
             return json_response(response)
-        await history.response(id)  # or it is not there
+        await history.response(id)  # ApiError if there is none
         raise ApiError(400, f"the response {id:.80} has ended, so it cannot be cancelled", code="response_ended")
 
     async def input_items(self, request: Request) -> HttpResponse:
-        """List what a response has answered, earlier responses included; the newest item first, unless order is asc."""
+        """List the input items of a response and of those before it, newest first unless `order` is asc."""
         query = request.query_params
         limit, order = query.get("limit", "20"), query.get("order", "desc")
         if not (limit.isascii() and limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= MAX_PAGE):
@@ -105,7 +105,7 @@ class ResponsesRoutes(Routes):
         return History(self._service.responses, owner_of(request, self._service.config.http))
 
     async def _truncated(self, prepared: PreparedResponse) -> PreparedResponse:
-        """Return the request with as many turns as the context holds, and a warning that says how many are missing."""
+        """Return the request with as many turns as the context holds, and a warning if some are left out."""
         job, left_out = await truncate_to_fit(prepared.job, self._count, self._service.limits.max_seq_len)
         if not left_out:
             return prepared
@@ -115,7 +115,7 @@ class ResponsesRoutes(Routes):
         return dataclasses.replace(prepared, job=job, begun=begun)
 
     async def _count(self, prompt: ChatPrompt) -> int | None:
-        """Return a prompt's tokens; None if it is too long to be counted, or no prompt."""
+        """Return a prompt's number of tokens; None if the tokenizer refuses it, for instance as too long."""
         try:
             ask = self._service.client.ask
             encoded = await ask(lambda query_id: Encode(query_id, prompt), Encoded, TOKENIZER_TIMEOUT)
@@ -130,7 +130,7 @@ class OpenResponse:
     """Answer to the creation of a response, which can be cancelled while it is sent."""
 
     def __init__(self, answer: Answer, writer: ResponsesWriter, owner: str, open: dict[str, OpenResponse]) -> None:
-        """`open`: the responses that are being answered, by id; this is one of them while it is called."""
+        """`open`: responses being generated, by id, to which this one adds itself while it is called."""
         self._answer = answer
         self.writer = writer
         self.owner = owner

@@ -1,6 +1,7 @@
-"""Request bodies by route. A field is declared here or in `request_body`, or named in `not_supported` or `no_effect`.
+"""Body of each route.
 
-Others are unknown. Nested values are named in errors by their dotted path.
+A field is declared here or in `request_body`, or it is named in `not_supported` or `no_effect`; any other is unknown.
+Errors name nested values by their dotted path.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from minisgl.core import InvalidRequest
 from minisgl.limits import MAX_OPENAI_TEMPERATURE
 from minisgl.message.to_tokenizer import ChatPrompt
 from minisgl.request_fields import TOKEN_ID, RequestField
-from minisgl.server.api.bodies.body import MAX_ITEMS
 from minisgl.server.api.bodies.conversation import ROLES, Message
+from minisgl.server.api.bodies.read_body import MAX_ITEMS
 from minisgl.server.api.bodies.request_body import (
     EMPTY,
     NEVER,
@@ -62,16 +63,14 @@ TemplateKwargs = Annotated[
 ]
 ParallelToolCalls = Annotated[bool, RequestField("An answer may have more than one tool call.", True)]
 Prompt = Annotated[Any, any_of(STRING, STRINGS, IDS, {"type": "array", "items": IDS}), _Prompt]
-
-
 Temperature = RequestField(
     "Randomness of the choice; below 0.00001 it is greedy.", 0.7, ge=0, le=MAX_OPENAI_TEMPERATURE
 )
-ToolChoice = Annotated[
+ToolChoice = Annotated[  # `bodies.tools` interprets it
     Any,
     any_of(STRING, {"type": "object"}),
     RequestField("none, auto, required, a function by name or allowed_tools.", "auto"),
-]  # see `bodies.tools`
+]
 
 
 class StreamOptions(Options):
@@ -130,7 +129,7 @@ class ConversationBody(Body):
     continue_final_message: Annotated[bool, RequestField("The answer continues the last message.", False)] = False
 
     def tool_use(self) -> ToolUse:
-        """Return the tools, given in the form of today or the one before; InvalidRequest naming what is wrong."""
+        """Return the meaning of the tools, in today's form or the older one; InvalidRequest naming the wrong field."""
         if not self.functions:
             if self.function_call not in (None, "none", "auto"):
                 raise InvalidRequest("function_call", "function_call is only allowed when functions are given")
@@ -140,7 +139,7 @@ class ConversationBody(Body):
         return function_use(self.functions, self.function_call)
 
     def chat_prompt(self, use: ToolUse, messages: list[Message]) -> ChatPrompt:
-        """Return the prompt for the chat template; InvalidRequest if it cannot end as it is to end."""
+        """Return the prompt for the chat template; InvalidRequest if two fields contradict each other about its end."""
         if self.continue_final_message and self.add_generation_prompt:
             raise InvalidRequest(
                 "continue_final_message", "continue_final_message and add_generation_prompt exclude each other"
@@ -150,7 +149,7 @@ class ConversationBody(Body):
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """Variables of the chat template: the effort under the names that templates use, and those given by name."""
+        """Variables of the chat template: reasoning effort, under each name that templates use, and those by name."""
         found: dict[str, Any] = {} if self.verbosity is None else {"verbosity": self.verbosity}
         if self.reasoning_effort is not None:
             thinks = self.reasoning_effort != "none"
@@ -229,7 +228,7 @@ class CompletionBody(OpenAIBody):
 
     @property
     def num_choices(self) -> int:
-        """Number of answers to generate, of which the best n are given; InvalidRequest if that is not possible."""
+        """Number of answers to generate, of which the best n are returned; InvalidRequest if it is not possible."""
         if self.best_of is None:
             return self.n
         if self.best_of < self.n:
@@ -241,12 +240,12 @@ class CompletionBody(OpenAIBody):
     @property
     def num_logprobs(self) -> int | None:
         if self.logprobs is None and self.num_choices > self.n:
-            return 0  # the best are chosen by them
+            return 0  # the best answers are chosen by their log-probabilities
         return self.logprobs
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Alternatives to each token of the prompt: an echo's tokens are scored as the answer's, or alone."""
+        """Number of alternatives to each token of the prompt; the tokens of an echo have as many as the answer's."""
         if not self.echo:
             return self.prompt_logprobs
         asked = [number for number in (self.prompt_logprobs, self.logprobs) if number is not None]
@@ -276,7 +275,7 @@ class GenerateBody(RequestBody):
 
 
 class SglangBody(Body):
-    """POST /generate as SGLang has it; `sglang` puts it into the words of GenerateBody."""
+    """POST /generate in SGLang's form, which `answers.sglang` translates into a GenerateBody."""
 
     not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "input_embeds": NEVER,
@@ -341,7 +340,7 @@ class DetokenizeBody(Body):
 
 
 class AbortBody(Body):
-    """POST /abort, and SGLang's /abort_request with its names."""
+    """POST /abort, and SGLang's /abort_request with its field names."""
 
     example_fields: ClassVar[tuple[str, ...]] = ("request_id",)
 

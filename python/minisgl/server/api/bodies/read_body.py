@@ -1,10 +1,10 @@
-"""Reads a request: from its bytes to a validated body; whatever is wrong becomes an ApiError.
+"""Reads a request's body: from its bytes to a validated `Body`, or an ApiError.
 
-The JSON is read once, strictly: nested 200 deep at most, no NaN, no lone surrogates, no integers beyond 64 bits. An
-explicit null counts as absent, at the top level, as OpenAI's clients send it.
+The JSON is read once, strictly: nested 200 deep at most, no NaN, no lone surrogates, no integers beyond 64 bits. A null
+at the top level counts as absent, because OpenAI's clients send it so.
 
-Every step here is one turn of the event loop, in which all streams wait: the limits on bytes, values and items are such
-that none takes 50 ms of a slow core (docs/reliability.md has the figures).
+Each function here runs in one turn of the event loop, in which all streams wait: the limits on bytes, values and items
+are such that none takes 50 ms of a slow core (docs/reliability.md has the figures).
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from minisgl.server.api.http.errors import ApiError, invalid, too_large, too_man
 
 B = TypeVar("B", bound=Body)
 
-MAX_VALUES = 65_536  # strings (names of fields are some), objects and arrays
-MAX_ITEMS = 262_144  # separated by commas: token ids are most of them
-HAVE_CHECKS = frozenset({"prompt", "input_ids", "tokens"})
+MAX_VALUES = 65_536  # strings (names of fields included), objects and arrays
+MAX_ITEMS = 262_144  # values separated by commas, most of which are token ids
+HAVE_CHECKS = frozenset({"prompt", "input_ids", "tokens"})  # fields whose numbers are checked elsewhere
 CONTAINERS = frozenset({dict, list})
-SHORT = 32  # items of a list that is not worth a look of its own
+SHORT = 32  # items: shorter lists are checked together
 
 
 class BodyScan:
-    """Counts of the JSON values in a body while it arrives: one that would take long to read is refused unread.
+    """Counts the JSON values of a body while it arrives, so that one that would take long to parse is never parsed.
 
-    Parsing JSON holds the GIL, in a thread too, and its cost is that of the objects it makes, not of the bytes: 4 MB of
-    text are 5 ms, 4 MB of nested arrays half a second. Counting takes some 5 ns a byte, spread over the arrival. It is
+    Parsing JSON holds the GIL, in a thread too, and its cost depends on the number of objects, not of bytes: 4 MB of
+    text take 5 ms, 4 MB of nested arrays half a second. Counting takes some 5 ns a byte, spread over the arrival. It is
     exact up to the first syntax error, where parsing ends.
 
-    `values` are strings, objects and arrays, `items` the commas between them. `_held` is a backslash whose character is
-    in the next piece.
+    `values` counts strings, objects and arrays, `items` the commas between values. `_held` is a backslash whose escaped
+    character comes with the next piece.
     """
 
     def __init__(self, max_items: int) -> None:
@@ -52,14 +52,14 @@ class BodyScan:
         self._held = b""
 
     def feed(self, piece: bytes | bytearray) -> None:
-        """Count on; ApiError once there are more values or items than allowed."""
+        """Count the values of the next piece; ApiError once there are more values or items than allowed."""
         data = self._held + piece
         num_backslashes = len(data) - len(data.rstrip(b"\\"))
         self._held = b"\\" * (num_backslashes % 2)
         data = data.removesuffix(self._held).replace(b"\\\\", b"").replace(b'\\"', b"")
         num_quotes = data.count(b'"')
         self.values += (num_quotes + self._in_string) // 2  # strings that end here
-        self._check()  # before a list is made of so many
+        self._check()  # before `split` makes a list of so many
         outside = b"".join(data.split(b'"')[self._in_string :: 2])
         self._in_string ^= num_quotes % 2 == 1
         self.values += outside.count(b"[") + outside.count(b"{")
@@ -74,7 +74,7 @@ class BodyScan:
 
 
 async def read_body(request: Request, max_bytes: int, max_items: int, timeout_seconds: float) -> bytearray:
-    """Return the whole body; ApiError if it is no JSON, too slow, or too large in bytes, values or items."""
+    """Return the whole body; ApiError if its type is not JSON, it comes too slowly, or has too many bytes or values."""
     check_content_type(request)
     try:
         async with asyncio.timeout(timeout_seconds):
@@ -84,10 +84,10 @@ async def read_body(request: Request, max_bytes: int, max_items: int, timeout_se
 
 
 def check_content_type(request: Request) -> None:
-    """Raise ApiError if the body says that it is no JSON.
+    """Raise ApiError if the Content-Type is given and is not JSON.
 
-    What a web page may send without asking first is text or a form. A body without a type passes: browsers name the
-    origin of such a request, and others have no pages.
+    Web pages may send text and forms to other sites without a CORS preflight, and this refuses them. A body without a
+    type passes: browsers name the origin of such a request, which `gates` checks.
     """
     sent = request.headers.get("content-type", "")
     kind = sent.partition(";")[0].strip().lower()
@@ -105,17 +105,18 @@ async def _read_body(request: Request, max_bytes: int, scan: BodyScan) -> bytear
         data += chunk
         if len(data) > max_bytes:
             raise too_large(max_bytes)
-        if len(data) > MAX_VALUES:  # fewer bytes cannot be more values
+        if len(data) > MAX_VALUES:  # a shorter body cannot have more values
             scan.feed(data[scanned:])
             scanned = len(data)
     return data
 
 
 def read_fields(data: bytes | bytearray) -> dict[str, Any]:
-    """Return the fields of a JSON object, but for nulls; ApiError if it is none."""
-    gc.disable()  # or it runs again and again over a large body's lists as they are made: three quarters of the time
+    """Return the fields of a JSON object that are not null; ApiError if the data is no JSON object."""
+    # Otherwise the garbage collector scans a large body's lists again and again: three quarters of the time.
+    gc.disable()
     try:
-        value = from_json(data, allow_inf_nan=False, cache_strings="none")  # the cache doubles the time of many names
+        value = from_json(data, allow_inf_nan=False, cache_strings="none")  # a cache doubles the time for many names
     except ValueError as error:
         raise invalid(None, f"the request body is not valid JSON: {error}") from None
     finally:
@@ -126,7 +127,7 @@ def read_fields(data: bytes | bytearray) -> dict[str, Any]:
 
 
 def validate(fields: dict[str, Any], model: type[B], limits: Limits) -> B:
-    """Return the validated body; ApiError or InvalidRequest naming the field."""
+    """Return the validated body; ApiError or InvalidRequest naming the field that is wrong."""
     for name, neutral in model.not_supported.items():
         if name in fields and fields[name] not in neutral:
             raise invalid(name, f"{name} is not supported")
@@ -139,10 +140,10 @@ def validate(fields: dict[str, Any], model: type[B], limits: Limits) -> B:
 
 
 def check_numbers(fields: Mapping[str, Any]) -> None:
-    """Refuse numbers that would not survive the way to the chat template: infinities and integers beyond 64 bits.
+    """Raise ApiError for numbers that the wire cannot carry: infinities and integers beyond 64 bits.
 
-    Lists of ids have checks of their own. Whole lists are compared at a time, the short ones of a level together: that
-    takes a third of the time of visiting each value.
+    The body is visited level by level. Whole lists are compared at a time, a level's short ones together, which takes a
+    third of the time of visiting each value.
     """
     fields = {name: field for name, field in fields.items() if name not in HAVE_CHECKS}
     level: list[Sequence[Any]] = [list(fields.values())]
@@ -170,7 +171,7 @@ def _floats_are_finite(items: Sequence[Any], kinds: Set[type]) -> bool:
 
 
 def _refuse_number(value: Mapping[str, Any] | list[Any], path: str) -> None:
-    """Raise ApiError naming the first such number, if any, of the outermost list or object that has one."""
+    """Raise ApiError naming the first number out of range below `value`, outer lists and objects first."""
     pairs = list(enumerate(value) if isinstance(value, list) else value.items())
     items = [item for _, item in pairs]
     kinds = set(map(type, items))
@@ -187,6 +188,6 @@ def _refuse_number(value: Mapping[str, Any] | list[Any], path: str) -> None:
 
 def _first_error(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    # Without the names of a union's types, which stand in it as well.
+    # pydantic adds the names of a union's types, with brackets, to the location.
     param = ".".join(str(part) for part in first["loc"] if "[" not in str(part))
     return invalid(param, f"{param}: {first['msg'][:1].lower()}{first['msg'][1:]}")
