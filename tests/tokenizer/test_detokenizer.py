@@ -16,7 +16,7 @@ from minisgl.message.to_api import OutputDelta
 from minisgl.message.to_detokenizer import End, Open, StepOutput
 from minisgl.message.to_scheduler import Stopped
 from minisgl.message.types import LogprobRows, PositionLogprobs, TextOptions, TokenLogprob, pack_ids, unpack_ids
-from minisgl.tokenizer.decoders import make_decoder
+from minisgl.tokenizer.decoder_choice import make_decoder
 from minisgl.tokenizer.detokenizer import Detokenizer
 from tokenizer import small
 from tokenizer.test_stop_strings import oracle

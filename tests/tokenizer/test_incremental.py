@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models
 
-from minisgl.tokenizer.decoders import make_decoder
+from minisgl.tokenizer.decoder_choice import make_decoder
 from minisgl.tokenizer.incremental import ByteLevelDecoder, TextDecoder
 from minisgl.tokenizer.redecoding import MAX_WINDOW, WINDOW, RedecodingDecoder
 from tokenizer import small

@@ -42,7 +42,7 @@ from minisgl.structured_output.matcher import GrammarMatchers
 from minisgl.structured_output.translate import named_tokens
 from minisgl.structured_output.validator import GrammarValidator
 from minisgl.tokenizer.admission import check_vocabulary, resolve_bad_words
-from minisgl.tokenizer.decoders import make_decoder
+from minisgl.tokenizer.decoder_choice import make_decoder
 from minisgl.tokenizer.detokenizer import Detokenizer
 from minisgl.tokenizer.pairs import encode_pair
 from minisgl.tokenizer.text import TextTokenizer

@@ -1,7 +1,6 @@
-"""Supervisor <-> worker: one line of JSON a message on a stream socket pair.
+"""Messages between supervisor and workers, as lines of JSON on a stream socket pair.
 
-The supervisor's end closing tells a worker that its parent is gone; a worker's end closing tells the supervisor that
-the worker is.
+When one end closes, the process at the other end knows that its peer is gone.
 """
 
 from __future__ import annotations
@@ -30,53 +29,53 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Serve(msgspec.Struct, frozen=True, tag=True):
-    """Every worker is ready; these are the engine's limits."""
+    """Supervisor: every worker is ready, so begin to serve, with these limits of the engine."""
 
     limits: Limits
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """Take no new requests, finish those that are there, then say Drained. Only the API server is asked."""
+    """Supervisor to the API server: take no new requests, finish those under way, then send Drained."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
-    """End now. With an error, tell it to the clients that wait."""
+    """Supervisor: end now. The API server answers waiting clients with the error, if any."""
 
     error: str | None = None
     grace: float = 1.0  # seconds that the API server has to answer its clients
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
-    """Say how far you are. Only ranks are asked."""
+    """Supervisor to a rank: answer with Progress."""
 
 
 class Phase(msgspec.Struct, frozen=True, tag=True):
-    """A phase of the worker's start has ended: its name, and the seconds it took."""
+    """Worker: a phase of its start has ended after so many seconds."""
 
     text: str
     seconds: float
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The worker can work; the scheduler says the limits."""
+    """Worker: ready to serve. The scheduler's message has the engine's limits."""
 
     limits: Limits | None = None
 
 
 class Drained(msgspec.Struct, frozen=True, tag=True):
-    """Every request that came before Drain is answered."""
+    """API server: every request that came before Drain is answered."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """A rank's answer to a Ping."""
+    """Rank: answer to a Ping."""
 
-    begun: int = 0  # steps that it has begun to launch
-    finished: int = 0  # steps whose tokens it has read: rank 0 alone reads them all
-    cpu_seconds: float = 0.0  # CPU time of its process, where steps run on the CPU
+    begun: int = 0  # steps that the rank has begun to launch
+    finished: int = 0  # steps whose tokens it has read; only rank 0 reads all
+    cpu_seconds: float = 0.0  # CPU time of its process, if steps run on the CPU
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The worker cannot go on, in one line."""
+    """Worker: it has failed, for the reason in `message`, which is one line."""
 
     message: str
 
@@ -99,7 +98,7 @@ class ControlPipe(Generic[T]):
         return self._socket.fileno()
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send, from any thread, unless the other side is gone: its reader learns that by itself."""
+        """Send a message, from any thread. Do nothing if the other side is gone, which the reader notices."""
         try:
             with self._sending:
                 self._socket.sendall(self._encoder.encode(message) + b"\n")
@@ -121,14 +120,14 @@ class ControlPipe(Generic[T]):
         return self._decoder.decode(line)
 
     def receive_within(self, seconds: float) -> T | None:
-        """Wait so long for the next message; None if there is none, or when the other side has closed."""
+        """Wait up to `seconds` for the next message; None if there is none or the other side has closed."""
         if not self.has_buffered and not select.select([self._socket], [], [], seconds)[0]:
             return None
         return self.receive()
 
     @property
     def has_buffered(self) -> bool:
-        """True if a whole message has been read from the socket already."""
+        """True if a whole message has already been read from the socket."""
         return b"\n" in self._buffer
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""State of the engine for whoever looks at it: requests, cached prefixes and the last steps, bounded in number."""
+"""State of the engine for the glass box: requests, cached prefixes and the last steps, bounded in number."""
 
 from __future__ import annotations
 
@@ -18,52 +18,52 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A completed step, or several in a row that decoded the same sequences. Times are seconds of `perf_counter`."""
+    """Completed step, or several successive ones that decoded the same sequences. Times are `perf_counter` seconds."""
 
-    step: int  # number of the last
+    step: int  # number of the last step
     count: int = 1
     begin: float
     end: float
-    decodes: int  # rows that decode, in each
+    decodes: int  # rows that decode, in each step
     prefill_tokens: int = 0
-    decoding: list[int] = []  # the first of their seq_ids
-    chunks: list[Chunk] = []  # the first of the prompts' chunks
+    decoding: list[int] = []  # seq_ids of the first decodes
+    chunks: list[Chunk] = []  # first chunks of prompts
 
 
 class SequenceState(msgspec.Struct, frozen=True, kw_only=True):
-    """A sequence that runs or waits. Lengths are tokens."""
+    """Running or waiting sequence. Lengths are tokens."""
 
     seq_id: int
     request_id: str  # id of the HTTP request
     state: Literal["waiting", "running", "retracted"]
     prompt: int
-    hit: int = 0  # found in the prefix cache when it entered
+    hit: int = 0  # prompt tokens found in the prefix cache
     computed: int = 0  # tokens whose K and V are written or being written
-    known: int  # prompt and output so far
-    limit: int  # at which it must stop
+    known: int  # prompt and output tokens so far
+    limit: int  # number of tokens at which it must stop
     priority: int = 0
     node: int | None = None  # last page of the cached prefix that it holds
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
-    """One look at the scheduler."""
+    """State of the scheduler at one moment."""
 
     time: float  # seconds of `perf_counter`, one clock for all processes of a host
     counts: dict[str, int]  # counts of /server_info
-    sequences: list[SequenceState]  # the oldest running ones, then those that wait, in their order
-    nodes: list[CacheNode]  # parents first, of the tree's nodes the largest
-    steps: list[StepRecord]  # steps that ended since the step asked for, oldest first
+    sequences: list[SequenceState]  # running ones, oldest first, then waiting ones in the queue's order
+    nodes: list[CacheNode]  # largest nodes of the radix tree, parents first
+    steps: list[StepRecord]  # steps that ended after the `since` of the question, oldest first
 
 
 class InspectState(msgspec.Struct, frozen=True, tag=True):
-    """API server -> tokenizer worker -> scheduler: tell the state, and record steps for a while."""
+    """API server -> tokenizer worker -> scheduler: report the state, and record steps for a while."""
 
     query_id: int
-    since: int  # the last step that is known
+    since: int  # last step that the asker knows
 
 
 class StateReport(msgspec.Struct, frozen=True, tag=True):
-    """Scheduler -> detokenizer -> API server: the answer."""
+    """Scheduler -> detokenizer -> API server: answer to InspectState."""
 
     query_id: int
     state: EngineState

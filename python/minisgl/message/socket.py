@@ -1,4 +1,4 @@
-"""Typed ZeroMQ sockets: an inbox decodes one union of structs, an outbox encodes into somebody's inbox.
+"""Typed ZeroMQ sockets: an inbox decodes one union of structs, an outbox encodes into another process's inbox.
 
 Sends never block: queues are unbounded here, and admission in the API server bounds what can be in them. Sockets are
 ipc:// files in a fresh directory that only the user can enter.
@@ -56,8 +56,8 @@ class Addresses:
 def encode_array(array: object) -> tuple[str, tuple[int, ...], bytes]:
     """Return dtype, shape and bytes of an array: msgspec's encoder calls this for a type that it does not know.
 
-    The dtype travels with the array. A field's annotation cannot stand for it: what NumPy's aliases are at run time
-    changes from version to version.
+    The dtype travels with the array, because a field's annotation cannot supply it: NumPy's aliases differ at run time
+    from version to version.
     """
     if not isinstance(array, np.ndarray):
         raise NotImplementedError(f"{type(array).__name__} does not go on the wire")
@@ -102,7 +102,7 @@ class Inbox(Generic[T]):
 
 
 class Sender(Protocol[T_contra]):
-    """Outbox as its users see it."""
+    """What users of an Outbox need of it."""
 
     def send(self, message: T_contra, /) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Tokenizer workers and detokenizer -> API server."""
+"""Messages of the tokenizer workers and the detokenizer to the API server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RefusalStatus: TypeAlias = Literal[400, 500, 503]  # HTTP's
 
 
 class Echo(msgspec.Struct, frozen=True, array_like=True):
-    """The prompt as text, for those who asked for it."""
+    """The prompt as text, if the request asks for it."""
 
     text: str
     first_token: bytes  # the UTF-8 text of the prompt's first token, which has no log-probability
@@ -30,16 +30,16 @@ class Accepted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """These sequences will not run, and nothing else comes for them.
+    """These sequences will not run, and no other message about them follows.
 
-    With status 400 field and message say what is wrong with the request. With 503 the message says of what there is
-    too much at the moment. 500 is an error of ours, which is in the log.
+    With status 400, `field` and `message` say what is wrong with the request. With 503, `message` says what there is
+    too much of at the moment. 500 is an internal error, which is in the log.
     """
 
     seq_ids: list[int]
     field: str = ""
     message: str = ""
-    code: str | None = None  # OpenAI's name of the error, where it has one
+    code: str | None = None  # OpenAI's name of the error, if it has one
     status: RefusalStatus = 400
 
 
@@ -88,7 +88,7 @@ class Described(msgspec.Struct, frozen=True, tag=True):
 
 
 class Unanswered(msgspec.Struct, frozen=True, tag=True):
-    """Answer to a query that cannot be answered: its error, or that the error is ours, by the rules of `Refused`."""
+    """Answer to a query that failed, with the fields of `Refused`."""
 
     query_id: int
     field: str = ""

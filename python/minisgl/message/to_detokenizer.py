@@ -1,4 +1,4 @@
-"""Scheduler of rank 0 -> detokenizer: one message a step."""
+"""Messages of the scheduler of rank 0 to the detokenizer, one for each step."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ class Open(msgspec.Struct, frozen=True, array_like=True):
     seq_id: int
     text: TextOptions
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
-    min_tokens: int = 0  # no stop string ends the text before so many tokens
+    min_tokens: int = 0  # stop strings in the first `min_tokens` tokens are ignored
     admitted: float | None = None  # time of its admission by `perf_counter`, one clock for all processes of a host
 
 
 class End(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence has ended, whoever ended it; no token of it follows."""
+    """A sequence has ended, for any reason; no token of it follows."""
 
     seq_id: int
     reason: FinishReason
-    stop_token: int | None = None  # the token that ended it: not part of the text
-    excluded: bool = False  # an error: its `allowed_token_ids` left nothing that its grammar allows
+    stop_token: int | None = None  # token that ended it, which is not part of the text
+    excluded: bool = False  # the error is that `allowed_token_ids` and the grammar allow no common token
 
 
 class Pooled(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Vector of a whole prompt, of which an End in the same step is all that follows."""
+    """Vector of a whole prompt; the sequence's End comes in the same step."""
 
     seq_id: int
     vector: bytes  # little-endian float32
@@ -42,10 +42,10 @@ class StepOutput(msgspec.Struct, tag=True):
 
     opened: list[Open] = []
     seq_ids: list[int] = []  # sequences that got a token
-    tokens: PackedIds = b""  # one each
+    tokens: PackedIds = b""  # one token of each of these sequences
     ended: list[End] = []
-    logprobs: LogprobRows | None = None  # for the tokens of sequences that ask for them
-    prompt_logprobs: list[LogprobRows] = []  # for whole prompts but their first tokens
+    logprobs: LogprobRows | None = None  # of the tokens of sequences that request them
+    prompt_logprobs: list[LogprobRows] = []  # of whole prompts without their first tokens
     pooled: list[Pooled] = []  # results of a pooling model, instead of tokens
 
     def __bool__(self) -> bool:

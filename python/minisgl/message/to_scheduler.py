@@ -1,4 +1,4 @@
-"""Tokenizer workers and detokenizer -> scheduler of rank 0, and from there the plans -> those of the other ranks."""
+"""Messages of tokenizer workers and detokenizer to the scheduler of rank 0, and of that to the other ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     seed: int
     text: TextOptions
     priority: int = 0  # larger goes first
-    cache_salt: bytes = b""  # prefixes are shared between requests of the same salt only; of one length, or none
+    cache_salt: bytes = b""  # prefixes are shared only between requests with the same salt; all salts have one length
     request_id: str = ""  # for logs
 
 
@@ -34,9 +34,9 @@ ToScheduler: TypeAlias = Add | Abort | Stopped | StatsRequest | FlushCache | Ins
 
 
 class Bitmask(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Tokens that the sampling rows of the plan before may choose."""
+    """Tokens that the sampling rows of the preceding plan may choose."""
 
     words: Int32Array  # [rows, ceil(vocab_size / 32)]
 
 
-ToRank: TypeAlias = Batch | Bitmask  # the grammar bitmask of a plan that is `constrained` comes right behind it
+ToRank: TypeAlias = Batch | Bitmask  # a plan that is `constrained` is followed by its grammar bitmask

@@ -1,4 +1,4 @@
-"""API server -> tokenizer worker."""
+"""Messages of the API server to a tokenizer worker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from minisgl.message.types import Abort, FlushCache, PackedIds, StatsRequest, Te
 
 
 class TextPrompt(msgspec.Struct, frozen=True, tag=True):
-    """Plain text, encoded with the special tokens that the model's tokenizer adds (BOS), or without."""
+    """Plain text, encoded with or without the special tokens that the model's tokenizer adds (BOS)."""
 
     text: str
     add_special_tokens: bool = True
@@ -25,11 +25,11 @@ class IdsPrompt(msgspec.Struct, frozen=True, tag=True):
 
 
 class PairPrompt(msgspec.Struct, frozen=True, tag=True):
-    """A query and a document whose relevance to it is asked, in the form that the reranker was trained on."""
+    """A query and a document, of which a reranker is to score the relevance."""
 
     query: str
     document: str
-    instruction: str | None = None  # None: the form's own
+    instruction: str | None = None  # None: the default of the reranker's prompt
 
 
 class ChatPrompt(msgspec.Struct, frozen=True, tag=True):
@@ -39,7 +39,7 @@ class ChatPrompt(msgspec.Struct, frozen=True, tag=True):
     tools: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True  # end with the beginning of an assistant's message
-    continue_final_message: bool = False  # leave the last message open, to be written on
+    continue_final_message: bool = False  # leave the last message open, so that the answer continues it
 
 
 Prompt: TypeAlias = TextPrompt | IdsPrompt | ChatPrompt | PairPrompt
@@ -51,16 +51,16 @@ class GenerateOptions(msgspec.Struct, frozen=True):
     sampling: SamplingParams
     text: TextOptions
     priority: int = 0  # larger goes first
-    truncate: int | None = None  # keep at most so many tokens of the prompt; -1: as many as fit
+    truncate: int | None = None  # number of tokens of the prompt to keep at most; -1: as many as fit
     keep_first: bool = False  # a prompt that is cut, or a pair's document, keeps its first tokens; False: its last
-    fewer_tokens: bool = False  # than max_tokens, where the context holds no more; otherwise it is refused
-    echo: bool = False  # answer with the prompt's text as well
-    cache_salt: str = ""  # prefixes are shared between requests of the same salt only
-    client: str = ""  # identifies the client, without its key: clients take turns where work is expensive
+    fewer_tokens: bool = False  # if the context is too short for max_tokens, generate fewer; False: refuse
+    echo: bool = False  # the answer has the prompt's text as well
+    cache_salt: str = ""  # prefixes are shared only between requests with the same salt
+    client: str = ""  # identifies the client (not its key), so that clients take turns at checks of grammars
 
 
 class Generate(GenerateOptions, frozen=True, kw_only=True, tag=True):
-    """One prompt, answered once for each of `seq_ids` (n choices), by a pooling model with its vector."""
+    """One prompt, answered once for each of `seq_ids` (n choices); a pooling model answers with a vector."""
 
     seq_ids: list[int]
     seeds: list[int]  # one per sequence
@@ -69,25 +69,25 @@ class Generate(GenerateOptions, frozen=True, kw_only=True, tag=True):
 
 
 class Encode(msgspec.Struct, frozen=True, tag=True):
-    """Say the prompt's ids; nothing is generated."""
+    """Return the prompt's ids; nothing is generated."""
 
     query_id: int
     prompt: TextPrompt | ChatPrompt
-    strings: bool = False  # and each token as the vocabulary writes it
+    strings: bool = False  # also return each token's string in the vocabulary
 
 
 class Decode(msgspec.Struct, frozen=True, tag=True):
-    """Say the text of these ids."""
+    """Return the text of these ids."""
 
     query_id: int
     ids: PackedIds
 
 
 class Describe(msgspec.Struct, frozen=True, tag=True):
-    """Say what the model folder says about its tokenizer."""
+    """Return the tokenizer's configuration of the model folder."""
 
     query_id: int
 
 
-Query: TypeAlias = Encode | Decode | Describe | FlushCache | InspectState  # each gets one answer, with its id
+Query: TypeAlias = Encode | Decode | Describe | FlushCache | InspectState  # each gets one answer, which has its id
 ToTokenizer: TypeAlias = Generate | Abort | StatsRequest | Query

@@ -1,4 +1,4 @@
-"""Parts of messages that several receivers share, and messages that some process passes on as they are."""
+"""Parts of messages that several receivers share, and messages that several processes pass on."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def num_ids(packed: PackedIds) -> int:
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A token that could stand at a position."""
+    """Token at a position, or an alternative to it."""
 
     token: int
-    text: bytes  # its UTF-8 bytes, perhaps a part of a character
+    text: bytes  # its UTF-8 bytes, which may be a part of a character
     logprob: float
 
 
 class PositionLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """The token at a position, and the most likely ones there."""
+    """Token at a position, and the most likely alternatives."""
 
     chosen: TokenLogprob
     rank: int  # rank of the chosen token: 1 is the most likely
@@ -46,8 +46,8 @@ class LogprobRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probabilities at n positions with m alternatives in all, packed sequence by sequence."""
 
     seq_ids: list[int]
-    lengths: list[int]  # positions of each sequence
-    tops: list[int]  # alternatives at each position of a sequence
+    lengths: list[int]  # number of positions of each sequence
+    tops: list[int]  # number of alternatives at each position of a sequence
     tokens: PackedIds  # [n]
     logprobs: bytes  # [n] float32
     ranks: PackedIds  # [n]
@@ -62,11 +62,11 @@ class TextOptions(msgspec.Struct, frozen=True):
     skip_special_tokens: bool = True
     include_stop: bool = False  # the stop string or token that ends the text is a part of it
     keep: tuple[str, ...] = ()  # special tokens that are not skipped
-    continues: bool = False  # the text goes on from the prompt's, so that a space in front belongs to it
+    continues: bool = False  # the text continues the prompt's, so a space at its start is kept
 
 
 class ProcessCounts(msgspec.Struct, frozen=True):
-    """Counts that one process holds right now, by name, for /server_info."""
+    """Counts of one process at this moment, by name, for /server_info."""
 
     process: str
     counts: dict[str, int]
@@ -75,34 +75,34 @@ class ProcessCounts(msgspec.Struct, frozen=True):
 class Abort(msgspec.Struct, frozen=True, tag=True):
     """API server -> tokenizer worker -> scheduler: end these sequences.
 
-    The client left, gave up, or asked for it. Sequences that have ended already are passed over.
+    The client closed its connection or asked for it. Sequences that have already ended are ignored.
     """
 
     seq_ids: list[int]
 
 
 class FlushCache(msgspec.Struct, frozen=True, tag=True):
-    """API server -> tokenizer worker -> scheduler: forget every cached prefix that nobody uses."""
+    """API server -> tokenizer worker -> scheduler: remove every cached prefix that no sequence uses."""
 
     query_id: int
 
 
 class Flushed(msgspec.Struct, frozen=True, tag=True):
-    """Scheduler -> detokenizer -> API server, to FlushCache: the pages that it freed."""
+    """Scheduler -> detokenizer -> API server: answer to FlushCache, with the number of freed pages."""
 
     query_id: int
     pages: int
 
 
 class StatsRequest(msgspec.Struct, frozen=True, tag=True):
-    """API server -> tokenizer worker -> scheduler: collect the counts of all on the way, who each add theirs."""
+    """API server -> tokenizer worker -> scheduler: collect counts; each process adds its own."""
 
     query_id: int
     counts: list[ProcessCounts] = []
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
-    """Scheduler -> detokenizer -> API server, to StatsRequest: the counts of the processes on the way."""
+    """Scheduler -> detokenizer -> API server: answer to StatsRequest, with the counts of all these processes."""
 
     query_id: int
     counts: list[ProcessCounts]

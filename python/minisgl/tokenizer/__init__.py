@@ -1,7 +1,8 @@
-"""Text to token ids and back: the tokenizer workers, the detokenizer worker, and their pure parts.
+"""Text to token ids and back: the tokenizer workers, the detokenizer worker, and the functions that they run.
 
-`text` encodes prompts (`chat_template` renders conversations first), and `admission` makes of a request what the
-scheduler is to run. `incremental` turns output ids into text as they come, and `detokenizer` holds that state for all
-sequences and finds stop strings. `tokenizer_worker` and `detokenizer_worker` put them behind sockets. `files` and
-`folder` read a model's folder. Nothing here imports torch, nor transformers for a model that has a tokenizer.json.
+`text` encodes prompts, conversations with the model's `chat_template` and pairs for rerankers with `pairs`; `admission`
+turns a request into what the scheduler runs. `incremental` and `redecoding` turn output ids into text as they come
+(`decoder_choice` says which), and `detokenizer` holds that state for all sequences and finds stop strings.
+`tokenizer_worker` and `detokenizer_worker` put them behind sockets. `files` and `folder` read a model's folder. Nothing
+here imports torch, nor transformers for a model that has a tokenizer.json.
 """

@@ -1,4 +1,4 @@
-"""Turns a request's prompt and parameters into what the scheduler is to run, or the reason why it will not."""
+"""Turns a request into the sequences that the scheduler runs, or into a refusal."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PROMPT_END_TOKENS = 32  # enough for a marker and the line breaks around it, eve
 class Admission:
     """Outcome of a request: the answer to the API server, and an Add for each choice.
 
-    With a `check` this is so only if that finds nothing wrong with the grammar, which the request has in `field`.
+    If there is a `check`, the outcome is valid only if the check accepts the grammar, which came in `field`.
     """
 
     answer: Accepted | Refused
@@ -49,7 +49,7 @@ class Admission:
         return self.check is None or self.check.is_done
 
     def settled(self) -> Admission:
-        """Wait for the check; return what the admission is then."""
+        """Wait for the check, and return the admission without one."""
         if self.check is not None:
             try:
                 grammar = self.check.result(self.field)
@@ -63,7 +63,7 @@ class Admission:
         return Admission(self.answer, self.adds)
 
     def abandon(self) -> None:
-        """Take note that the request has been aborted."""
+        """Drop the check, because the request has been aborted."""
         if self.check is not None:
             self.check.abandon()
 
@@ -73,7 +73,7 @@ def _with_grammar(add: Add, grammar: Grammar) -> Add:
 
 
 def admit(request: Generate, tokenizer: TextTokenizer, limits: Limits, grammars: GrammarValidator) -> Admission:
-    """Admit a request, or refuse it for whatever goes wrong with it."""
+    """Admit a request, or refuse it; errors of any kind become a refusal."""
     field = prompt_field(request.prompt)
     check, grammar_field = None, ""
     try:
@@ -97,7 +97,7 @@ def admit(request: Generate, tokenizer: TextTokenizer, limits: Limits, grammars:
         logger.exception("the prompt of request %(request_id)s could not be encoded", name, extra=name)
         return Admission(Refused(request.seq_ids, status=500), [])
     packed = pack_ids(ids)
-    # A digest, because what the cache makes of it relies on their equal lengths.
+    # A digest, because the prefix cache needs salts of equal length.
     salt = hashlib.blake2b(request.cache_salt.encode(), digest_size=16).digest() if request.cache_salt else b""
     adds = [
         Add(seq_id, packed, sampling, seed, request.text, request.priority, salt, request.request_id)
@@ -113,7 +113,7 @@ def prompt_field(prompt: Prompt) -> str:
 
 
 def tokens_to_keep(request: Generate, limits: Limits) -> int | None:
-    """Count the tokens of the prompt that are kept at most; None: all."""
+    """Return the largest number of prompt tokens to keep; None: all."""
     if request.truncate != -1:
         return request.truncate
     wanted = 1 if request.sampling.max_tokens is None else request.sampling.max_tokens
@@ -128,7 +128,7 @@ def encode_prompt(
     *,
     keep_first: bool = False,
 ) -> Int32Array:
-    """Return the prompt's ids, whichever way it was given: all, or the last `keep` of them, or the first."""
+    """Return the prompt's ids: all, or the last `keep` of them, or the first `keep` if `keep_first`."""
     if isinstance(prompt, PairPrompt):
         return encode_pair(prompt, tokenizer, limits, keep)
     if isinstance(prompt, IdsPrompt):
@@ -144,7 +144,7 @@ def encode_prompt(
 
 
 def prompt_text(prompt: TextPrompt | ChatPrompt, tokenizer: TextTokenizer) -> tuple[str, bool]:
-    """Return the prompt as text, and True if special tokens are to be added: a chat template has written them all."""
+    """Return the prompt as text, and True if the tokenizer must add special tokens; chat templates write their own."""
     if isinstance(prompt, TextPrompt):
         return prompt.text, prompt.add_special_tokens
     text = tokenizer.templates.render(
@@ -158,7 +158,7 @@ def prompt_text(prompt: TextPrompt | ChatPrompt, tokenizer: TextTokenizer) -> tu
 
 
 def echo_of(request: Generate, ids: Int32Array, tokenizer: TextTokenizer) -> Echo:
-    """Return the prompt's text: as it was sent, or else as the ids that are left of it read."""
+    """Return the prompt's text: as it was sent, or decoded if it was sent as ids or was cut."""
     if isinstance(request.prompt, TextPrompt) and request.truncate is None:
         text = request.prompt.text
     else:
@@ -167,14 +167,14 @@ def echo_of(request: Generate, ids: Int32Array, tokenizer: TextTokenizer) -> Ech
 
 
 def prompt_end(request: Generate, ids: Int32Array, tokenizer: TextTokenizer) -> str:
-    """Return the end of a conversation's prompt as text; nothing for other prompts."""
+    """Return the end of a conversation's prompt as text; "" for other prompts."""
     if not isinstance(request.prompt, ChatPrompt):
         return ""
     return tokenizer.decode(ids[-PROMPT_END_TOKENS:], skip_special_tokens=False)
 
 
 def check_vocabulary(ids: Int32Array, limits: Limits) -> None:
-    """Raise InvalidRequest for the first id that the model has no embedding for."""
+    """Raise InvalidRequest for the first id that is not in the model's vocabulary."""
     outside = (ids < 0) | (ids >= limits.vocab_size)
     if outside.any():
         token = int(ids[outside.argmax()])
@@ -184,11 +184,11 @@ def check_vocabulary(ids: Int32Array, limits: Limits) -> None:
 
 
 def resolve_bad_words(sampling: SamplingParams, tokenizer: TextTokenizer, vocab_size: int) -> SamplingParams:
-    """Return the parameters with `bad_words_ids`: a sampler knows token ids only.
+    """Return the parameters with `bad_words_ids`, because the sampler needs token ids.
 
-    A word is forbidden as it is spelt at the beginning of a text and as it is spelt after a space; another way to cut
-    its letters into tokens is not found. InvalidRequest if a word has too many tokens, or none. A spelling with a token
-    that the tokenizer alone has, and not the model, is never generated anyway.
+    A word is forbidden as the tokenizer encodes it at the start of a text and after a space; other splits of its
+    letters into tokens are not forbidden. InvalidRequest if a word has no tokens, or too many. An encoding with a token
+    outside the model's vocabulary is left out, because it cannot be generated.
     """
     if not sampling.bad_words:
         return sampling

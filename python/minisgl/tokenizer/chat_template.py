@@ -1,60 +1,47 @@
 """Renders conversations with the Jinja templates that models bring, as Hugging Face transformers does.
 
-A template is a program from the model's publisher that runs on a client's data, so it runs in Jinja's sandbox, for a
-bounded time and to a bounded length, and whatever goes wrong in it is the one request's error (InvalidRequest).
+Templates run in a sandbox (`template_sandbox`); whatever goes wrong in one becomes an InvalidRequest of its request.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import re
-import time
-from collections.abc import Callable, Iterator, Sized
-from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.runtime
-import jinja2.visitor
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from minisgl.config import ConfigError
 from minisgl.core import InvalidRequest
 from minisgl.tokenizer.harmony_messages import harmony_kwargs, harmony_messages, is_harmony
+from minisgl.tokenizer.template_sandbox import Refusal, TemplateSandbox
 
 logger = logging.getLogger(__name__)
 
-MAX_CHARS = 64 * 1024 * 1024
-MAX_SECONDS = 5.0
-
 Message = dict[str, Any]
 
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same thing, the standard one first
-_USED = ("default", "tool_use")
-_END_TAG = "END-OF-FINAL-MESSAGE-f1b2c7 "  # marks where a message that is to be continued ends
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, by precedence
+_USED = ("default", "tool_use")  # names of the templates that are used
+_END_TAG = "END-OF-FINAL-MESSAGE-f1b2c7 "  # put behind the message to be continued, to find its end in the text
 
 
 class ChatTemplates:
-    """Chat templates of a model, by name. `variables` are what every template sees (bos_token and so on).
+    """Chat templates of a model, by name. `variables` are given to every template (bos_token and so on).
 
-    ConfigError if one of those that are used cannot be compiled.
+    ConfigError if one of the `_USED` templates cannot be compiled.
     """
 
     def __init__(self, sources: dict[str, str], variables: dict[str, str], model_name: str = "") -> None:
         self._sources = sources
         self._variables = variables
         self._model_name = model_name
-        self._environment = _Environment()
+        self._environment = TemplateSandbox()
         self._compiled = {name: self._compile(name) for name in _USED if name in sources}
 
     @property
     def takes_pairs(self) -> bool:
-        """True if the default template knows the roles query and document, as those of rerankers do."""
+        """True if the default template has the roles query and document, as templates of rerankers do."""
         source = self._sources.get("default", "")
         return all(re.search(f"[\"']{role}[\"']", source) for role in ("query", "document"))
 
@@ -66,9 +53,9 @@ class ChatTemplates:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """Render the conversation as one text, special tokens written out; InvalidRequest if the template fails.
+        """Return the conversation as one text with special tokens written out; InvalidRequest if the template fails.
 
-        With `continue_final_message` the text ends where the last message's content does.
+        With `continue_final_message` the text ends with the last message's content.
         """
         if not messages:
             raise InvalidRequest("messages", "messages must have at least one message")
@@ -94,7 +81,7 @@ class ChatTemplates:
             message = f"the model's chat template refuses these messages: {error}"
         except jinja2.TemplateError as error:
             message = f"the model's chat template cannot render these messages: {error}"
-        except Exception:  # raised by Python: its text says nothing to a client
+        except Exception:  # from Python code: its text would mean nothing to a client
             logger.warning("the chat template %s of %s fails", name, self._model_name, exc_info=True)
             message = "the model's chat template fails on these messages"
         raise InvalidRequest("messages", message)
@@ -121,15 +108,11 @@ class ChatTemplates:
         )
 
 
-class Refusal(jinja2.TemplateError):
-    """The template called raise_exception, or went beyond its bounds."""
-
-
 def _normalize(message: Message, knows_developer: bool) -> Message:
-    """Prepare a message as transformers does: templates expect absent keys, not None, and one name for reasoning.
+    """Return a message as transformers prepares it: without None values, and with one name for reasoning.
 
-    Beyond that, the newer name of the system's role is changed for templates that would drop it without a word, and
-    arguments of tool calls, which OpenAI's API has as text, become what templates expect.
+    In addition, the role `developer` becomes `system` for templates that would silently drop it, and the arguments of
+    tool calls, which are text in OpenAI's API, become objects.
     """
     message = {key: value for key, value in message.items() if value is not None}
     reasoning = next((message[name] for name in _REASONING if name in message), None)
@@ -154,9 +137,9 @@ def _with_arguments(call: Any) -> Any:
 
 
 class _Arguments(dict[str, Any]):
-    """Arguments of a call as most templates expect them: an object, which in a text reads as it was written.
+    """Arguments of a call: an object, as most templates expect, which turns into the original text in a string.
 
-    Some templates join them to strings (DeepSeek's), so they must be both.
+    Some templates (DeepSeek's) concatenate the arguments with strings, so they must be both.
     """
 
     def __init__(self, text: str, value: dict[str, Any]) -> None:
@@ -177,178 +160,5 @@ def _cut_at_end_tag(text: str) -> str:
     at = text.rfind(_END_TAG.strip())
     if at < 0:
         raise Refusal("it does not show the last message, which is to be continued")
-    # A template that trims the tag would have trimmed the message.
+    # If the template trimmed the tag's space, it would have trimmed the end of the message too.
     return text[:at] if text.startswith(_END_TAG, at) else text[:at].rstrip()
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """Tag {% generation %}, which marks the assistant's part for training. Here it only is a scope."""
-
-    tags = {"generation"}  # noqa: RUF012 - declared so by Jinja
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """Dialect that chat templates are written in, with a deadline and a limit on every value that it makes.
-
-    Jinja has no endless loop, but loops nest and macros recurse: every call, look-up, filter and turn of a loop checks
-    the clock. A single operation that Python would not return from ('a' * 10**10) is refused before it begins, and what
-    doubles from one to the next when it is too long. Constants are computed under the same rules when a template is
-    compiled.
-    """
-
-    intercepted_binops = frozenset(("*", "**", "+", "%"))
-
-    def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationTag])
-        self.filters["tojson"] = _tojson
-        self.filters = {name: self._bounded(filter_) for name, filter_ in self.filters.items()}
-        self.filters[_EACH] = self._each
-        self.filters[_WHOLE] = self._whole
-        self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = _strftime_now
-        self._deadline = 0.0
-
-    def compile_bounded(self, source: str) -> jinja2.Template:
-        self._deadline = time.monotonic() + MAX_SECONDS
-        return self.from_string(source)
-
-    def render_bounded(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
-        self._deadline = time.monotonic() + MAX_SECONDS
-        parts: list[str] = []
-        length = 0
-        for part in template.generate(variables):
-            parts.append(part)
-            length += len(part)
-            if length > MAX_CHARS:
-                raise Refusal(f"its output is longer than {MAX_CHARS} characters")
-            self._check_deadline()
-        return "".join(parts)
-
-    def _check_deadline(self) -> None:
-        if time.monotonic() > self._deadline:
-            raise Refusal(f"it runs for longer than {MAX_SECONDS:.0f} seconds")
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
-        """Let every loop check the clock, and every concatenation (~) its length."""
-        template = super()._parse(source, name, filename)
-        for loop in template.find_all(jinja2.nodes.For):
-            loop.iter = jinja2.nodes.Filter(loop.iter, _EACH, [], [], None, None, lineno=loop.lineno)
-        return _Concatenations().visit(template)  # type: ignore[no-any-return]
-
-    def _each(self, values: Any) -> Iterator[Any]:
-        for value in values:
-            self._check_deadline()
-            yield value
-
-    def _whole(self, value: Any) -> Any:
-        """Return the value if it is no longer than a text may be."""
-        if isinstance(value, str | bytes | list | tuple) and len(value) > MAX_CHARS:
-            raise Refusal(f"it makes a text or list longer than {MAX_CHARS}")
-        return value
-
-    def _check_arguments(self, name: str, value: Any, args: list[Any]) -> None:
-        """Refuse a call of this method or filter of a value that would make something longer than a text may be."""
-        self._check_deadline()
-        if any(isinstance(arg, int) and abs(arg) > MAX_CHARS for arg in args):
-            raise Refusal(f"it calls {name} with a number beyond {MAX_CHARS}")
-        if name == "format" and isinstance(value, str) and _LONG_NUMBER.search(value):
-            raise Refusal("it formats with a number of more than six digits")
-        match name, value, args:
-            case "replace", str(), [str(old), str(new), *_]:
-                length = len(value) + value.count(old) * len(new)
-            case "join", str(), [Sized() as items, *_]:
-                length = len(value) * len(items)
-            case "join", Sized(), [str(separator), *_]:
-                length = len(value) * len(separator)
-            case "indent", str(), [int(width), *_]:
-                length = (value.count("\n") + 1) * width
-            case "indent", str(), [str(width), *_]:
-                length = (value.count("\n") + 1) * len(width)
-            case _:
-                return
-        if length > MAX_CHARS:
-            raise Refusal(f"it makes a text longer than {MAX_CHARS} characters")
-
-    def _bounded(self, filter_: Callable[..., Any]) -> Callable[..., Any]:
-        name = filter_.__name__.removeprefix("sync_").removeprefix("do_")
-        first = 1 if hasattr(filter_, "jinja_pass_arg") else 0  # behind the environment or context
-
-        @functools.wraps(filter_)
-        def bounded(*args: Any, **kwargs: Any) -> Any:
-            value = args[first] if len(args) > first else None
-            self._check_arguments(name, value, [*args[first + 1 :], *kwargs.values()])
-            return self._whole(filter_(*args, **kwargs))
-
-        return bounded
-
-    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        sizes = [len(side) if isinstance(side, Sized) else 0 for side in (left, right)]
-        if operator == "*" and any(sizes):
-            times = right if isinstance(right, int) else left
-            if isinstance(times, int) and max(sizes) * times > MAX_CHARS:
-                raise Refusal(f"it makes a text or list longer than {MAX_CHARS}")
-        elif operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
-            bits = left.bit_length() * max(right, 0) if operator == "**" else left.bit_length() + right.bit_length()
-            if bits > MAX_BITS:
-                raise Refusal(f"it computes a number of more than {MAX_BITS} bits")
-        elif operator == "%" and isinstance(left, str) and ("*" in left or _LONG_NUMBER.search(left)):
-            raise Refusal("it formats with a number of more than six digits")
-        return self._whole(super().call_binop(context, operator, left, right))
-
-    def call(
-        __self,  # Jinja's name, so that a template may pass a keyword called self
-        __context: jinja2.runtime.Context,
-        __obj: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        method = getattr(__obj, "__wrapped__", __obj)  # Jinja wraps str.format
-        if (value := getattr(method, "__self__", None)) is not None:
-            __self._check_arguments(getattr(method, "__name__", ""), value, [*args, *kwargs.values()])
-        __self._check_deadline()
-        return __self._whole(super().call(__context, __obj, *args, **kwargs))
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        self._check_deadline()
-        return super().getattr(obj, attribute)
-
-    def getitem(self, obj: Any, argument: Any) -> Any:
-        self._check_deadline()
-        return super().getitem(obj, argument)
-
-
-MAX_BITS = 4096  # bits of a number that a template computes
-_LONG_NUMBER = re.compile(r"\d{7}")  # a width of a million and more
-_EACH, _WHOLE = "each in time", "of a bounded length"  # filters that no template can name
-
-
-class _Concatenations(jinja2.visitor.NodeTransformer):
-    """Puts a check behind every a ~ b."""
-
-    def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Node:
-        self.generic_visit(node)
-        return jinja2.nodes.Filter(node, _WHOLE, [], [], None, None, lineno=node.lineno)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Write JSON without the escapes for HTML of Jinja's own filter, which no prompt wants."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise Refusal(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)

@@ -1,8 +1,8 @@
-"""Text state of all sequences in generation: token ids in, text deltas out, stop strings found.
+"""Text state of all running sequences: takes token ids, returns text deltas, and finds stop strings.
 
-A sequence's state is made by its Open and freed by its End, and by nothing else, so that a late token cannot bring it
-back. Each sequence gets exactly one finishing delta: at a stop string, or else at its End. Pure: the worker and the
-offline LLM bring the messages.
+Only a sequence's Open creates its state and only its End frees it, so a late token cannot revive a sequence. Each
+sequence gets exactly one finishing delta: at a stop string, or else at its End. There is no I/O here: the detokenizer
+worker and the offline LLM pass the messages.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from minisgl.message.types import ID_BYTES, LogprobRows, PackedIds, PositionLogp
 from minisgl.parsers.streaming import possible_start
 from minisgl.tokenizer.incremental import TextDecoder, TokenTexts
 
-NO_TEXT_ID = 2**31 - 1  # an id that no vocabulary has: it decodes to nothing
+NO_TEXT_ID = 2**31 - 1  # outside every vocabulary, so it decodes to ""
 
 
 class Detokenizer:
-    """Holds the states of all sequences, and counts the tokens that came for no open one."""
+    """Holds the states of all sequences, and counts tokens of sequences that are not open."""
 
     def __init__(self, decoder: TextDecoder) -> None:
         self._decoder = decoder
         self._running: dict[int, _Sequence] = {}
-        self._stopped: set[int] = set()  # ended by a stop string; their End is still to come
+        self._stopped: set[int] = set()  # sequences that a stop string ended and whose End is still to come
         self.dropped_tokens = 0
 
     @property
@@ -37,7 +37,7 @@ class Detokenizer:
         return len(self._running) + len(self._stopped)
 
     def apply(self, step: StepOutput) -> tuple[list[OutputDelta], list[Stopped]]:
-        """Apply a step; return a delta for each sequence that got something, and those the scheduler must stop."""
+        """Apply a step; return a delta of each sequence with output, and the sequences that the scheduler must stop."""
         running = self._running
         for opened in step.opened:
             running[opened.seq_id] = _Sequence(self._decoder, opened)
@@ -79,7 +79,7 @@ class Detokenizer:
         return list(deltas.values()), stopped
 
     def _tokens_with_text(self, step: StepOutput) -> list[int]:
-        """Return the step's token ids. A token that ended its sequence becomes text only if that was asked for."""
+        """Return the step's token ids; a stop token is replaced by NO_TEXT_ID unless the request includes it."""
         tokens: list[int] = unpack_ids(step.tokens).tolist()
         ended_by_token = {end.seq_id for end in step.ended if end.stop_token is not None}
         if ended_by_token:
@@ -90,7 +90,7 @@ class Detokenizer:
         return tokens
 
     def _add_logprobs(self, deltas: dict[int, OutputDelta], step: StepOutput) -> None:
-        """Add log-probabilities to the deltas of those who asked: of their tokens, and of the prompt to the first."""
+        """Add the requested log-probabilities to the deltas: those of tokens, and in the first delta of the prompt."""
         if step.logprobs is not None:
             for seq_id, positions in unpack_logprobs(step.logprobs, self._decoder).items():
                 if seq_id in deltas:
@@ -115,7 +115,7 @@ class _Sequence:
         self.feed = self._feed = stream.feed
         self._flush = stream.flush
         self._stop = options.stop
-        self._quiet = opened.min_tokens  # tokens in which no stop string is looked for
+        self._quiet = opened.min_tokens  # number of tokens before stop strings are looked for
         self.matcher: StopMatcher | None = None
         if options.stop and self._quiet:
             self.feed = self._feed_quietly
@@ -130,13 +130,13 @@ class _Sequence:
         return self._feed(token)
 
     def match(self, text: str) -> tuple[str, str | None]:
-        """Return what may be shown of more text, and the stop string if one is complete."""
+        """Return the text that may be shown now, and the stop string if one is complete."""
         assert self.matcher is not None
         text, stop = self.matcher.feed(text)
         return (text + stop if stop is not None and self.include_stop else text), stop
 
     def finish(self, end: End, delta: OutputDelta | None) -> OutputDelta:
-        """Return the last delta: what this step brought, and what was held back. That may still have a stop string."""
+        """Return the last delta: this step's output and the text held back, in which a stop string may be found."""
         ids, shown = (b"", "") if delta is None else (delta.ids, delta.text)
         text, stop = self._flush(), None
         if self.matcher is not None:
@@ -149,11 +149,11 @@ class _Sequence:
 
 
 class StopMatcher:
-    """Finds stop strings in the text of one sequence, which comes in pieces. After a match it is used up.
+    """Finds the first stop string in the text of one sequence, which comes in pieces.
 
-    The match is the one that is complete first, and of those complete at the same character the longest; so the result
-    does not depend on how the text is cut into pieces, and generation can end with the token that completes it. Text
-    that may yet turn out to be a part of a stop string is held back, and no more than that.
+    The match is the stop string that is complete first, and of those complete at the same character the longest. So the
+    result does not depend on how the text is cut into pieces, and generation can end with the token that completes it.
+    Only text that may be the beginning of a stop string is held back. After a match, create a new object.
     """
 
     __slots__ = ("_first_characters", "_held", "_stops")
@@ -164,7 +164,7 @@ class StopMatcher:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """Take more text; return what may be shown now, and the stop string if one is complete. That is not shown."""
+        """Add text; return the text that may be shown now, without the stop string, and that string if complete."""
         if not self._held and self._first_characters.isdisjoint(text):
             return text, None
         text = self._held + text
@@ -178,18 +178,18 @@ class StopMatcher:
         return text[:keep], None
 
     def flush(self) -> str:
-        """Return what was held back, when no text follows."""
+        """Return the text held back, when no more text follows."""
         held, self._held = self._held, ""
         return held
 
     def _find(self, text: str) -> tuple[int, str] | None:
-        """Find the stop string that is complete first: the place where it begins, and itself."""
+        """Return the start and the text of the stop string that is complete first, if any."""
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         return min(found)[1:] if found else None
 
 
 def unpack_logprobs(rows: LogprobRows, vocabulary: TokenTexts) -> dict[int, list[PositionLogprobs]]:
-    """Unpack log-probabilities for readers: the positions of each sequence, in order, likely alternatives first."""
+    """Return the positions of each sequence, in order, with alternatives from the most likely on."""
     chosen = _tokens(rows.tokens, rows.logprobs, vocabulary)
     top = _tokens(rows.top_tokens, rows.top_logprobs, vocabulary)
     ranked = zip(chosen, unpack_ids(rows.ranks).tolist(), strict=True)

@@ -1,4 +1,4 @@
-"""Detokenizer worker: output ids from the scheduler, text to the API server, stop strings back."""
+"""Detokenizer worker: turns output ids of the scheduler into text for the API server, and reports stop strings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from minisgl.tokenizer.files import load_decoder
 
 
 def run(worker: Worker) -> None:
-    """Run the process: load, say ready, serve until the supervisor ends it."""
+    """Run the process: load, report ready, serve until the supervisor ends it."""
     with worker.phase("load detokenizer"):
         detokenizer = Detokenizer(load_decoder(worker.config.tokenizer_folder))
     context = zmq.Context()

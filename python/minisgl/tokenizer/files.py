@@ -1,4 +1,4 @@
-"""Loads the vocabulary of a model folder: the tokenizer to encode with, the decoder to decode with.
+"""Loads the vocabulary of a model folder as a tokenizer, to encode, or as a decoder.
 
 A tokenizer.json is read by `tokenizers` alone. Other formats are converted by transformers, which is slow and large
 and imported only then.
@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from minisgl.config import ConfigError
 from minisgl.optional_packages import can_be_found
-from minisgl.tokenizer.decoders import is_byte_level, make_decoder, make_plain
+from minisgl.tokenizer.decoder_choice import is_byte_level, make_decoder, make_plain
 from minisgl.tokenizer.folder import Added, changed_tokens, load_tokenizer_config
 from minisgl.tokenizer.incremental import ByteLevelDecoder, TextDecoder
 
@@ -32,7 +32,7 @@ SENTENCEPIECE = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf"
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Load the folder's tokenizer, which neither cuts nor pads what it encodes; ConfigError if none works."""
+    """Load the folder's tokenizer, without truncation and padding; ConfigError if none works."""
     path = folder / "tokenizer.json"
     if path.is_file():
         try:
@@ -61,16 +61,16 @@ class _TokenizerJson(msgspec.Struct):
 
 
 def load_decoder(folder: Path) -> TextDecoder:
-    """Load the decoder of the folder's tokenizer; ConfigError if there is none that works.
+    """Load the decoder of the folder's tokenizer; ConfigError if none works.
 
-    A byte-level one is made from the vocabulary alone, which takes a third of the time and memory of the tokenizer.
+    A byte-level decoder needs only the vocabulary, which takes a third of the tokenizer's time and memory.
     """
     path = folder / "tokenizer.json"
     if path.is_file():
         try:
             content = msgspec.json.decode(path.read_bytes(), type=_TokenizerJson)
         except msgspec.DecodeError:
-            return make_decoder(load_tokenizer(folder))  # it says what is wrong, if anything is
+            return make_decoder(load_tokenizer(folder))  # raises ConfigError if the file is broken
         vocabulary = content.model.vocab
         tokens = [*vocabulary, *(t.content for t in content.added_tokens)] if isinstance(vocabulary, dict) else []
         if isinstance(vocabulary, dict) and is_byte_level(content.decoder, tokens):
@@ -99,7 +99,7 @@ class _Known:
 
 
 def _complete(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
-    """Add the tokens that only the configuration makes added ones. Each must get the id that is written there."""
+    """Add the added tokens that only the configuration lists, each of which must get the id given there."""
     own = [Added(token_id, **token.__getstate__()) for token_id, token in tokenizer.get_added_tokens_decoder().items()]
     changed = changed_tokens(config, own, tokenizer)
     tokenizer.add_tokens([_for_the_library(token) for token in changed])
@@ -135,6 +135,6 @@ def _convert(folder: Path) -> Tokenizer:
 
 
 def _is_sentencepiece(path: Path) -> bool:
-    """Tell a serialized message, which begins with its first field, from tiktoken's lines of text."""
+    """Return True for a serialized protobuf message, False for tiktoken's lines of text."""
     with path.open("rb") as file:
         return file.read(1) == b"\n"

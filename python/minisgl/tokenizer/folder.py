@@ -1,11 +1,10 @@
-"""Reads what a model folder says about its tokenizer beside the vocabulary: special tokens and chat templates.
+"""Reads a tokenizer's configuration in a model folder: special tokens and chat templates.
 
-The files are small, and read without the tokenizer's libraries: the API server needs the templates too.
+The files are small, and read without the tokenizer's libraries, because the API server needs the templates too.
 
-Added tokens are those of tokenizer.json, changed by what the configuration says, as in transformers: what
-added_tokens_decoder lists may differ from tokenizer.json; tokens that have a name (eos_token) and extra ones are
-special. Some folders write a vocabulary's token there and nowhere else: if it were not an added one, the text
-`<|im_end|>` in a prompt would be many tokens.
+Added tokens are those of tokenizer.json, changed by tokenizer_config.json as in transformers: its added_tokens_decoder
+takes precedence, and tokens with a name (eos_token) and extra tokens are special. Some folders name a token of the
+vocabulary only there: if it were not an added token, the text `<|im_end|>` in a prompt would become many tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 def load_tokenizer_config(folder: Path) -> dict[str, Any]:
     """Return the content of tokenizer_config.json; empty if there is none.
 
-    Like transformers, let special_tokens_map.json go over it, unless it is of the newer kind that lists added tokens.
+    As in transformers, special_tokens_map.json takes precedence, unless the configuration lists added tokens.
     """
     config = _load_json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" in config:
@@ -36,7 +35,7 @@ def load_tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Return the texts of bos_token, eos_token and so on, by name, as far as the configuration sets them."""
+    """Return the texts of bos_token, eos_token and so on, by name, if the configuration sets them."""
     named = {name: value for name, value in config.items() if name.endswith("_token")}
     if isinstance(extra := config.get("extra_special_tokens"), dict):
         named |= extra
@@ -44,7 +43,7 @@ def special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def extra_special_tokens(config: dict[str, Any]) -> list[str]:
-    """Return the texts of special tokens that have no name."""
+    """Return the texts of special tokens without a name."""
     for key in ("extra_special_tokens", "additional_special_tokens"):
         if isinstance(values := config.get(key), list) and values:
             return [text for text in map(_text_of, values) if text is not None]
@@ -52,13 +51,13 @@ def extra_special_tokens(config: dict[str, Any]) -> list[str]:
 
 
 def _text_of(token: Any) -> str | None:
-    """Return the text of a token, which is written as a text or as an object."""
+    """Return the text of a token, which is given as a string or as an object."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
 
 class Added(msgspec.Struct, frozen=True):
-    """One added token, as tokenizer.json writes it."""
+    """Added token in the form of tokenizer.json."""
 
     id: int
     content: str
@@ -70,16 +69,16 @@ class Added(msgspec.Struct, frozen=True):
 
 
 class Vocabulary(Protocol):
-    """Tokens of a tokenizer, the added ones of tokenizer.json among them."""
+    """Tokens of a tokenizer, including the added tokens of tokenizer.json."""
 
     def token_to_id(self, token: str) -> int | None: ...
     def id_to_token(self, id: int) -> str | None: ...
 
 
 def changed_tokens(config: dict[str, Any], own: Iterable[Added], vocabulary: Vocabulary) -> list[Added]:
-    """Return the added tokens that `own`, those of tokenizer.json, lacks or has otherwise; most folders have none.
+    """Return the added tokens that are missing or different in `own`, those of tokenizer.json; mostly none.
 
-    Tokens that the vocabulary lacks too come in the order of their ids, at which they must be added.
+    Tokens that the vocabulary lacks too are in the order of their ids, in which they must be added.
     """
     before = {token.content: token for token in own}
     tokens = before.copy()
@@ -99,7 +98,7 @@ def changed_tokens(config: dict[str, Any], own: Iterable[Added], vocabulary: Voc
 
 
 def _listed(config: dict[str, Any]) -> list[Added]:
-    """Return what added_tokens_decoder lists: special tokens are not normalized, where it does not say so."""
+    """Return the tokens of added_tokens_decoder; by default, a special token is not normalized and any other is."""
     try:
         listed = msgspec.convert(
             config.get("added_tokens_decoder") or {}, type=dict[int, dict[str, Any]], str_keys=True
@@ -115,9 +114,9 @@ def _listed(config: dict[str, Any]) -> list[Added]:
 
 
 def chat_templates(folder: Path, config: dict[str, Any], file: str | None = None) -> dict[str, str]:
-    """Return the chat templates by name: that of `file` alone, or else the folder's.
+    """Return the chat templates by name: only that of `file` if given, else the folder's.
 
-    A single one is called "default"; empty if the model has none.
+    A single template is called "default"; the result is empty if the model has none.
     """
     if file is not None:
         return {"default": _read(Path(file))}
@@ -131,7 +130,7 @@ def chat_templates(folder: Path, config: dict[str, Any], file: str | None = None
     files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         files["default"] = folder / "chat_template.jinja"
-    if files:  # files of their own replace what the configuration says
+    if files:  # template files take precedence over the configuration
         templates = {name: _read(path) for name, path in files.items()}
     return templates
 
@@ -162,7 +161,7 @@ def _read(path: Path) -> str:
 
 
 def model_parsers(config: ServerConfig) -> Parsers:
-    """Choose how the model's answers are taken apart: as the flags say, or else as its chat templates show."""
+    """Return the parsers of the model's answers: those of the flags, else those that its chat templates show."""
     from minisgl.parsers.parser_choice import Parsers  # NumPy comes with it, which reading a config does without
 
     folder = config.tokenizer_folder

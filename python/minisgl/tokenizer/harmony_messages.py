@@ -9,7 +9,7 @@ from minisgl.parsers.harmony import SHOWN_BY
 
 Message = dict[str, Any]
 
-_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}  # efforts that the models have not seen
+_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}  # effort unknown to the models -> nearest
 
 
 def is_harmony(template: str) -> bool:
@@ -18,23 +18,24 @@ def is_harmony(template: str) -> bool:
 
 
 def harmony_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return variables of a template with the nearest effort of thinking that the models know: low, medium or high."""
+    """Return a template's variables with the nearest reasoning_effort that the models know: low, medium or high."""
     effort = kwargs.get("reasoning_effort")
     nearest = _EFFORTS.get(effort) if isinstance(effort, str) else None
     return dict(kwargs) if nearest is None else {**kwargs, "reasoning_effort": nearest}
 
 
 def harmony_messages(messages: list[Message]) -> list[Message]:
-    """Return messages with one call each, followed by its result, and with reasoning or content beside it, not both.
+    """Return messages that have at most one call, followed by its result, and either reasoning or content beside it.
 
-    The templates show the first call of a message alone, take each result for that of the call before it, and refuse
-    reasoning beside content: the two are joined. They fail on an answer without content, and on no calls in a list.
+    Harmony's templates show only the first call of a message, attribute a result to the call before it, and refuse
+    reasoning together with content, so the two are joined. They also fail on an answer without content and on an empty
+    list of calls.
     """
     return list(_in_turns(messages))
 
 
 def _in_turns(messages: list[Message]) -> Iterator[Message]:
-    moved: set[int] = set()  # messages that stand behind their call already
+    moved: set[int] = set()  # results that have been put behind their call
     for index, message in enumerate(messages):
         calls = message.get("tool_calls")
         if index in moved:
@@ -63,7 +64,7 @@ def _joined(message: Message) -> Message:
 
 
 def _result_of(call: Any, messages: list[Message], index: int) -> int | None:
-    """Return the place of a call's result among the tools' messages that follow at once."""
+    """Return the index of a call's result among the tool messages directly after message `index`."""
     number = call.get("id") if isinstance(call, dict) else None
     for place in range(index + 1, len(messages)):
         if messages[place].get("role") != "tool":

@@ -1,13 +1,13 @@
 """Turns output ids into text, one token at a time.
 
-The pieces that a stream gives, with its flush at the end, are together exactly what `tokenizers` decodes from all ids
-at once, whatever the ids (of a stream that continues other text: what they add to that); and each character comes with
-the first token after which no further token can change it.
+The pieces of a stream and its flush together equal what `tokenizers` decodes from all ids at once, for any ids (or what
+the ids add to the text before, if the stream continues one). Each character comes with the first token after which no
+further token can change it.
 
-Almost all decoders are of two kinds, which are here. Byte-level ones (GPT-2, Llama 3, Qwen, DeepSeek) map every token
-to bytes, of which all together are read as UTF-8. Others (Llama 2, Gemma, T5, BERT) map every token to text by itself,
-except that the first token may lose a space and that a run of byte tokens (<0xE4>) is one unit. `redecoding.py` has a
-way for all the rest, and `decoders.py` chooses.
+Almost all decoders are of two kinds, which are in this module. Byte-level decoders (GPT-2, Llama 3, Qwen, DeepSeek) map
+every token to bytes, which together are read as UTF-8. Others (Llama 2, Gemma, T5, BERT) map every token to text
+independently, except that the first token may lose a space and that a run of byte tokens (<0xE4>) is one unit.
+`redecoding.py` decodes all the rest, and `decoder_choice.py` chooses.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from tokenizers import Tokenizer
 
 REPLACEMENT = "\ufffd"
 
-AddedTokens = dict[int, tuple[str, bool]]  # id: (content, whether it is special)
+AddedTokens = dict[int, tuple[str, bool]]  # id: (content, True if it is special)
 
 
 class TextStream(Protocol):
     """Decoding state of one sequence."""
 
     def feed(self, token: int) -> str:
-        """Return the text that is certain after one more token and was not before."""
+        """Add a token; return the text that has become certain."""
 
     def flush(self) -> str:
-        """Return what is left when no token follows."""
+        """Return the rest of the text, when no token follows."""
 
 
 class TokenTexts(Protocol):
     """Texts of single tokens."""
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the token's text anywhere but at the start, in UTF-8; perhaps a part of a character."""
+        """Return the token's text, if it is not the first, as UTF-8; it may be a part of a character."""
 
     def is_special(self, token: int) -> bool:
         """Return True if `skip_special_tokens` leaves the token out."""
@@ -47,11 +47,11 @@ class TextDecoder(TokenTexts, Protocol):
     """Decoder of a tokenizer, which all sequences share."""
 
     def stream(self, skip_special_tokens: bool, keep: tuple[str, ...] = (), *, continues: bool = False) -> TextStream:
-        """Begin a sequence; special tokens of `keep` are not skipped. `continues`: it follows other text."""
+        """Begin a sequence; special tokens of `keep` are not skipped. `continues`: its text follows other text."""
 
 
 class SpecialTokens:
-    """Tokens that `skip_special_tokens` leaves out: those whose text is that of a special one."""
+    """Tokens that `skip_special_tokens` leaves out: all whose text equals a special token's."""
 
     def __init__(self, tokens: dict[int, str], added: AddedTokens) -> None:
         special = {content for content, is_special in added.values() if is_special}
@@ -59,7 +59,7 @@ class SpecialTokens:
         self._skipped: dict[tuple[str, ...], frozenset[int]] = {}  # by the tokens to keep
 
     def skipped(self, skip_special_tokens: bool, keep: tuple[str, ...]) -> frozenset[int]:
-        """Return the special tokens that become no text: all but those of `keep`, or none."""
+        """Return the special tokens to leave out: all but those of `keep`, or none."""
         if not skip_special_tokens:
             return frozenset()
         if keep not in self._skipped:
@@ -68,7 +68,7 @@ class SpecialTokens:
 
 
 class TokenTable:
-    """Tokens of a tokenizer by id: the special ones, and those that stand for a byte (if `byte_fallback`)."""
+    """Tokens of a tokenizer by id, with its special tokens and (if `byte_fallback`) the tokens that are one byte."""
 
     def __init__(self, tokenizer: Tokenizer, *, byte_fallback: bool) -> None:
         added = {token_id: (t.content, t.special) for token_id, t in tokenizer.get_added_tokens_decoder().items()}
@@ -84,7 +84,7 @@ class TokenTable:
 
 
 class TableDecoder:
-    """Base of decoders that ask `tokenizers` for the texts of ids."""
+    """Base of decoders that get the texts of ids from `tokenizers`."""
 
     def __init__(self, tokenizer: Tokenizer, table: TokenTable) -> None:
         self._tokenizer = tokenizer
@@ -101,11 +101,11 @@ class TableDecoder:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
-BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")  # Rust reads two hexadecimal digits so
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")  # Rust's from_str_radix accepts a sign, too
 
 
 def _decode_certain(data: bytes, errors: Literal["strict", "replace"]) -> tuple[str, bytes]:
-    """Return the text that no further byte can change, and the bytes that may yet begin a character."""
+    """Return the text that no further byte can change, and the bytes of an unfinished character."""
     text, used = codecs.utf_8_decode(data, errors, False)
     rest = data[used:]
     if rest[:1] == b"\xed" and rest[1:] >= b"\xa0":  # a surrogate, whose third byte Python would wait for
@@ -117,7 +117,7 @@ def _decode_certain(data: bytes, errors: Literal["strict", "replace"]) -> tuple[
 
 
 def _byte_of_character() -> dict[int, int]:
-    """Return GPT-2's alphabet: printable Latin-1 is itself, the other 68 bytes are the characters from U+0100."""
+    """Return GPT-2's alphabet: printable Latin-1 stands for itself, U+0100 to U+0143 for the other 68 bytes."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: byte for byte in printable} | {0x100 + i: byte for i, byte in enumerate(others)}
@@ -127,7 +127,7 @@ ALPHABET = _byte_of_character()  # character code: byte
 
 
 class ByteLevelDecoder:
-    """Maps every token to a string if it is whole characters (almost all are), otherwise to bytes."""
+    """Maps a token to a string if it is whole characters, as almost all are, otherwise to bytes."""
 
     def __init__(self, vocabulary: dict[str, int], added: AddedTokens) -> None:
         tokens = {token_id: token for token, token_id in vocabulary.items()}
@@ -135,7 +135,7 @@ class ByteLevelDecoder:
         encode = codecs.charmap_encode
         table: list[str | bytes] = [""] * (1 + max(tokens, default=-1))  # an id without a token is no text
         for token_id, token in tokens.items():
-            if token.isascii():  # in the alphabet or not, it stands for itself
+            if token.isascii():  # ASCII stands for itself, in the alphabet or not
                 table[token_id] = token
                 continue
             try:
@@ -173,7 +173,7 @@ class _ByteLevelStream:
     def __init__(self, table: list[str | bytes], skipped: frozenset[int]) -> None:
         self._table = table
         self._skipped = skipped
-        self._incomplete = b""  # the beginning of a character
+        self._incomplete = b""  # first bytes of an unfinished character
 
     def feed(self, token: int) -> str:
         table = self._table
@@ -196,10 +196,11 @@ class _ByteLevelStream:
 
 
 class TokenwiseDecoder(TableDecoder):
-    """Learns the text of each token from `tokenizers` itself, when it first comes, as what it adds to an anchor.
+    """Gets the text of each token from `tokenizers` when the token first comes, as what it adds to an anchor.
 
-    A token's text in the middle of a sequence depends on no other token, so it is what decode([anchor, token]) has
-    more than decode([anchor]), the anchor being any token with text. A unit here is a token or a run of byte tokens.
+    A token's text in the middle of a sequence does not depend on other tokens, so it is the part of
+    decode([anchor, token]) after decode([anchor]), where the anchor is any token with text. A unit is a token or a run
+    of byte tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, table: TokenTable, anchor: int) -> None:
@@ -216,7 +217,7 @@ class TokenwiseDecoder(TableDecoder):
         return b"" if self.is_unknown(token) else self.text_of([token]).encode()
 
     def text_of(self, unit: list[int]) -> str:
-        """Return the text that the unit adds anywhere but at the start."""
+        """Return the text that the unit adds, if it is not the first."""
         if len(unit) > 1:
             return self._after_anchor(unit)
         text = self._texts.get(unit[0])
@@ -234,14 +235,14 @@ class _TokenwiseStream:
     def __init__(self, decoder: TokenwiseDecoder, skipped: frozenset[int], continues: bool) -> None:
         self._decoder = decoder
         self._skipped = skipped
-        self._start: list[int] | None = None if continues else []  # the tokens so far, until they have some text
-        self._run: list[int] = []  # byte tokens, held back since one invalid byte turns them all to U+FFFD
-        self._incomplete = b""  # the run's last bytes, if they are the beginning of a character
+        self._start: list[int] | None = None if continues else []  # tokens so far, until they have some text
+        self._run: list[int] = []  # byte tokens, held back because one invalid byte turns all of them into U+FFFD
+        self._incomplete = b""  # last bytes of the run that are an unfinished character
         self._broken = False  # the run has an invalid byte
 
     def feed(self, token: int) -> str:
         decoder = self._decoder
-        if token in self._skipped or decoder.is_unknown(token):  # runs of bytes go on over it
+        if token in self._skipped or decoder.is_unknown(token):  # it does not end a run of byte tokens
             return ""
         byte = decoder.byte_of.get(token)
         if byte is None:
@@ -265,7 +266,7 @@ class _TokenwiseStream:
         return self._add(run) if run else ""
 
     def _add(self, unit: list[int]) -> str:
-        """Return the text of one more unit. The start, which decodes otherwise, is over as soon as there is text."""
+        """Return the text of one more unit. The first tokens are decoded together until they have text."""
         if self._start is None:
             return self._decoder.text_of(unit)
         tokens = self._start + unit

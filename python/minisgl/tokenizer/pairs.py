@@ -1,7 +1,8 @@
-"""Encodes pairs of a query and a document for rerankers, in the form that each was trained on.
+"""Encodes pairs of a query and a document for rerankers, in the form that the model was trained on.
 
-A chat template with the roles query and document writes it, as those of sentence-transformers and vLLM do. Without one,
-a causal reranker has the form of Qwen3-Reranker (Zhang et al., 2025), and a classifier the tokenizer's own for pairs.
+If the chat template has the roles query and document, as those of sentence-transformers and vLLM do, it is used.
+Otherwise a causal reranker gets the form of Qwen3-Reranker (Zhang et al., 2025), and a classifier the tokenizer's own
+form of pairs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ FIELD = "prompt"
 
 
 def encode_pair(pair: PairPrompt, tokenizer: TextTokenizer, limits: Limits, keep: int | None = None) -> Int32Array:
-    """Return the ids of a pair, at most `keep` of them: its document is cut. InvalidRequest if it cannot be."""
+    """Return the ids of a pair, at most `keep`, for which the document is cut; InvalidRequest if that is impossible."""
     tokenizer.check_length(pair.query, limits, FIELD)
     if keep is None:
         tokenizer.check_length(pair.document, limits, FIELD)

@@ -1,10 +1,10 @@
-"""Decodes in a stream with any decoder that `tokenizers` has: the last tokens are decoded again with each new one.
+"""Streaming decoder for any decoder of `tokenizers`: a window of the last tokens is decoded again for each new one.
 
-What is new at the end of the window's text is shown, but for what a later token may still change: the beginning of a
-character, a run of byte tokens, and as many characters as the decoder's steps on the joined text look ahead (`reach`).
-The window begins in the middle of the sequence only where both decodings agree on all that is not shown yet and a
-character more: whatever is special about a first token is over there. So the cost of a token is bounded, and the text
-is that of all ids at once if nothing in it depends on more than MAX_WINDOW tokens.
+New text at the end of the window is shown, except what a later token may still change: an unfinished character, a run
+of byte tokens, and as many characters as the decoder's steps look ahead (`reach`). Old tokens leave the window only if
+the text that is not shown yet, and one character before it, is the same without them: then the special treatment of a
+first token no longer matters. So the cost of a token is bounded, and the text equals that of all ids decoded at once
+unless something in it depends on more than MAX_WINDOW tokens.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from tokenizers import Tokenizer
 
 from minisgl.tokenizer.incremental import ALPHABET, REPLACEMENT, TableDecoder, TextStream, TokenTable
 
-WINDOW = 16  # tokens, if fewer than half of them do not suffice as context
+WINDOW = 16  # tokens; it doubles while half of them are too few as context
 MAX_WINDOW = 256  # tokens
 MAX_ANCHOR = 12  # characters of a token that may be an anchor: a letter and its marks
 
 
 class RedecodingDecoder(TableDecoder):
-    """Decodes with the library alone. `reach`: characters at the end of a text that a later token may change."""
+    """Decodes with `tokenizers` alone. `reach`: characters at the end of a text that a later token may change."""
 
     def __init__(self, tokenizer: Tokenizer, table: TokenTable, *, reach: int) -> None:
         super().__init__(tokenizer, table)
@@ -28,7 +28,7 @@ class RedecodingDecoder(TableDecoder):
         self._bytes: dict[int, bytes] = {}
 
     def _find_anchors(self) -> list[int]:
-        """Return tokens that are a letter in the middle of a text, the shortest first: a before a</w>."""
+        """Return tokens that are one letter, the shortest token first: `a` before `a</w>`."""
         short = [token_id for token_id, token in self._table.tokens.items() if len(token) <= MAX_ANCHOR]
         short.sort(key=lambda token_id: (len(self._table.tokens[token_id]), token_id))
         with_letter = [token_id for token_id in short if any(map(str.isalnum, self._table.tokens[token_id]))]
@@ -37,9 +37,9 @@ class RedecodingDecoder(TableDecoder):
         return letters or [token_id for token_id in short if self.decode([token_id]).strip(REPLACEMENT)]
 
     def ends_before(self, token: int) -> int | None:
-        """Return a token that ends a text which goes on with this one: a letter with the mark of a word's end, if any.
+        """Return an anchor to put before this token, if any: the longest one, which may have a mark of a word's end.
 
-        It is another token, for decoders may join what is equal.
+        It differs from the token, because some decoders merge equal tokens.
         """
         return next((anchor for anchor in reversed(self._anchors) if anchor != token), None)
 
@@ -47,7 +47,7 @@ class RedecodingDecoder(TableDecoder):
         return _RedecodingStream(self, self._table.special.skipped(skip_special_tokens, keep), continues)
 
     def token_bytes(self, token: int) -> bytes:
-        """Return what the token adds between two others, in UTF-8; perhaps a part of a character."""
+        """Return the text that the token adds between two others, as UTF-8; it may be a part of a character."""
         found = self._bytes.get(token)
         if found is None:
             found = self._bytes[token] = b"" if self.is_unknown(token) else self._between_anchors(token)
@@ -109,21 +109,21 @@ class _RedecodingStream:
         return self._show(text, len(text))
 
     def _decode_window(self) -> str:
-        """Return the window's text, which begins with what is shown of it."""
+        """Return the window's text, which begins with its shown part."""
         text = self._decoder.decode(self._window)
-        if not text.startswith(self._shown):  # returned text stays: the token is decoded by itself
+        if not text.startswith(self._shown):  # shown text cannot change: decode the last token alone
             self._window, self._shown = self._window[-1:], ""
             text = self._decoder.decode(self._window)
         return text
 
     def _show(self, text: str, certain: int) -> str:
-        """Return what is certain and not shown yet."""
+        """Return the first `certain` characters of the text without those already shown."""
         new = text[len(self._shown) : max(certain, 0)]
         self._shown += new
         return new
 
     def _forget(self, text: str) -> str:
-        """Drop the first half of the window if the rest has all that is not shown yet; return what must go out now."""
+        """Drop the first half of the window if the rest suffices as context; return text that must be shown for it."""
         rest = self._window[len(self._window) // 2 :]
         rest_text = self._decoder.decode(rest)
         shown = len(self._shown)

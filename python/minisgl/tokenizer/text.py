@@ -13,18 +13,18 @@ from tokenizers import Tokenizer
 from minisgl.core import CONTEXT_LENGTH_EXCEEDED, Int32Array, InvalidRequest
 from minisgl.limits import Limits
 from minisgl.tokenizer.chat_template import ChatTemplates
-from minisgl.tokenizer.decoders import make_decoder
+from minisgl.tokenizer.decoder_choice import make_decoder
 from minisgl.tokenizer.files import load_tokenizer
 from minisgl.tokenizer.folder import chat_templates, load_tokenizer_config, special_tokens
 from minisgl.tokenizer.incremental import REPLACEMENT, TextDecoder
 
-# A text of more characters than this for each token of the context is not encoded whole without a look at its
-# beginning: encoding takes a second for some 2 MB, in which nobody else's prompt moves.
+# A text with more characters per token of the context than this is checked by encoding its beginning first: encoding
+# takes a second for some 2 MB, in which no other prompt is encoded.
 CHARS_PER_TOKEN = 8
 
 
 class TextTokenizer:
-    """Tokenizer of a model with its chat templates. What a client sent wrong raises InvalidRequest.
+    """Tokenizer of a model with its chat templates. Methods raise InvalidRequest for a client's mistakes.
 
     `reranks`: the model is a causal one that scores pairs of a query and a document.
     """
@@ -50,9 +50,9 @@ class TextTokenizer:
     def encode(
         self, text: str, add_special_tokens: bool = True, field: str = "prompt", *, pair: str | None = None
     ) -> Int32Array:
-        """Return the ids of a text, with the special tokens (BOS) that the tokenizer adds unless told not to.
+        """Return the ids of a text, by default with the special tokens that the tokenizer adds (BOS).
 
-        `pair`: a second text, joined to it as the tokenizer does.
+        `pair`: a second text, which the tokenizer joins to the first in its own form.
         """
         for one in (text, pair or ""):
             try:
@@ -67,12 +67,12 @@ class TextTokenizer:
         return np.array(encoding.ids, dtype=np.int32)
 
     def encode_fitting(self, text: str, limits: Limits, add_special_tokens: bool, field: str = "prompt") -> Int32Array:
-        """Return the ids of a text; InvalidRequest, without encoding it whole, if it surely exceeds the context."""
+        """Return the ids of a text; InvalidRequest, before encoding all of it, if it certainly exceeds the context."""
         self.check_length(text, limits, field, add_special_tokens)
         return self.encode(text, add_special_tokens, field)
 
     def check_length(self, text: str, limits: Limits, field: str, add_special_tokens: bool = False) -> None:
-        """Raise InvalidRequest for a text that surely exceeds the context, after a look at its beginning."""
+        """Raise InvalidRequest if the text certainly exceeds the context, as its length or its beginning shows."""
         max_tokens = limits.max_seq_len
         probe = max_tokens * CHARS_PER_TOKEN
         if len(text) > probe:
@@ -85,18 +85,18 @@ class TextTokenizer:
                 raise InvalidRequest(field, f"{found}, but {limits.context_limit}", CONTEXT_LENGTH_EXCEEDED)
 
     def most_chars(self, num_tokens: int) -> int:
-        """Return the most characters that so many tokens can stand for."""
+        """Return the largest number of characters that `num_tokens` tokens can have."""
         return num_tokens * self._longest_token
 
     def encode_cut(
         self, text: str, num_tokens: int, add_special_tokens: bool, field: str = "prompt", *, keep_first: bool = False
     ) -> Int32Array:
-        """Return the last `num_tokens` ids of a text, or the first, among them the special tokens that frame it."""
+        """Return `num_tokens` ids of a text, its last or first ones, including the special tokens around it."""
         ids, part = np.empty(0, dtype=np.int32), ""
         for chars in (num_tokens * CHARS_PER_TOKEN, self.most_chars(num_tokens)):
             part = text[:chars] if keep_first else text[-chars:]
             ids = self.encode(part, add_special_tokens, field)
-            # At its cut a text's tokens are not those of the whole text, so more than are kept must be there.
+            # Near the cut the tokens differ from those of the whole text, so there must be more than are kept.
             if len(part) == len(text) or self._outnumbers(len(ids), num_tokens):
                 break
         if len(ids) <= num_tokens:
@@ -112,7 +112,7 @@ class TextTokenizer:
         return np.concatenate([ids[: num_tokens - len(ends)], ends])
 
     def first_token(self, ids: Int32Array) -> bytes:
-        """Return the first token's text at the start of a text, in UTF-8; perhaps a part of a character."""
+        """Return the text of ids[0] at the start of a text, as UTF-8; it may be a part of a character."""
         text = self.decode(ids[:1], skip_special_tokens=False)
         return self._decoder.token_bytes(int(ids[0])) if REPLACEMENT in text else text.encode()
 
@@ -122,16 +122,16 @@ class TextTokenizer:
 
     @cached_property
     def _longest_token(self) -> int:
-        """Return the most characters that one token can stand for."""
+        """Return the largest number of characters that one token can have."""
         return max(map(len, self.tokenizer.get_vocab()))
 
     @staticmethod
     def _outnumbers(found: int, num_tokens: int) -> bool:
-        """Return True if a part of a text has so many tokens that the whole certainly has more than `num_tokens`."""
+        """Return True if a part of a text has so many tokens that the whole certainly has over `num_tokens`."""
         return found > num_tokens + num_tokens // 4 + 64
 
     def strings(self, ids: Int32Array) -> list[str]:
-        """Return each token as the vocabulary writes it."""
+        """Return each token's string in the vocabulary."""
         return [self.tokenizer.id_to_token(token) or "" for token in ids.tolist()]
 
     def encode_chat(
@@ -141,7 +141,7 @@ class TextTokenizer:
         template_kwargs: dict[str, Any] | None = None,
         add_generation_prompt: bool = True,
     ) -> Int32Array:
-        """Return the ids of a conversation. No special token is added: the template has written them all."""
+        """Return the ids of a conversation. The tokenizer adds no special token: the template writes them all."""
         text = self.templates.render(messages, tools, template_kwargs, add_generation_prompt)
         return self.encode(text, add_special_tokens=False, field="messages")
 

@@ -1,7 +1,7 @@
-"""Tokenizer worker: prompts in, token ids out to the scheduler, refusals and prompt ids to the API server.
+"""Tokenizer worker: sends prompts as token ids to the scheduler, and refusals and prompt ids to the API server.
 
-Messages are handled one after the other in the order they came, so an abort cannot overtake its request. Only a
-request with a grammar that nobody has sent before may wait here, for what a process finds about it: others pass.
+Messages are handled in the order in which they came, so an abort cannot overtake its request. Only a request with a new
+grammar may wait here, until a process has checked the grammar; later requests overtake it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from minisgl.tokenizer.text import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
-MAX_CHARS_TO_ENCODE = 1_000_000  # per query; encoding them takes half a second, in which no other prompt is encoded
-CHECK_INTERVAL = 0.002  # seconds between looks at the grammars that are being checked, if there are any
+MAX_CHARS_TO_ENCODE = 1_000_000  # per query; encoding takes half a second, in which no other prompt is encoded
+CHECK_INTERVAL = 0.002  # seconds between polls of the grammars that are being checked, if there are any
 
 
 def run(worker: Worker) -> None:
-    """Run the process: load, say ready, serve until the supervisor ends it."""
+    """Run the process: load, report ready, serve until the supervisor ends it."""
     folder = worker.config.tokenizer_folder
     with worker.phase("load tokenizer"):
         pooling = worker.config.pooling
@@ -49,22 +49,22 @@ def run(worker: Worker) -> None:
     inbox: Inbox[ToTokenizer] = Inbox(context, worker.addresses.tokenizer(worker.index), ToTokenizer)
     api: Outbox[ToApi] = Outbox(context, worker.addresses.api)
     scheduler: Outbox[ToScheduler] = Outbox(context, worker.addresses.scheduler)
-    gate = Gate(api, scheduler)
+    pending = PendingAdmissions(api, scheduler)
     limits = worker.ready()
     while True:
-        message = inbox.receive_within(CHECK_INTERVAL) if gate.num_waiting else inbox.receive()
+        message = inbox.receive_within(CHECK_INTERVAL) if pending.num_sequences else inbox.receive()
         grammars.poll()
-        gate.release()
+        pending.release()
         match message:
             case None:
                 pass
             case Generate():
-                gate.enter(admit(message, tokenizer, limits, grammars))
+                pending.add(admit(message, tokenizer, limits, grammars))
             case Abort(seq_ids):
-                gate.drop(seq_ids)
+                pending.drop(seq_ids)
                 scheduler.send(message)
             case StatsRequest(query):
-                counts = ProcessCounts(f"tokenizer-{worker.index}", {"sequences": gate.num_waiting})
+                counts = ProcessCounts(f"tokenizer-{worker.index}", {"sequences": pending.num_sequences})
                 scheduler.send(StatsRequest(query, [counts]))
             case FlushCache() | InspectState():
                 scheduler.send(message)
@@ -74,8 +74,8 @@ def run(worker: Worker) -> None:
                 api.send(Described(query, describe(folder, worker.config.source.chat_template)))
 
 
-class Gate:
-    """Holds admissions until they are settled; most are at once."""
+class PendingAdmissions:
+    """Sends admissions once they are settled; most are at once, others wait for the check of their grammar."""
 
     def __init__(self, api: Sender[ToApi], scheduler: Sender[ToScheduler]) -> None:
         self._api = api
@@ -83,17 +83,17 @@ class Gate:
         self._waiting: list[Admission] = []
 
     @property
-    def num_waiting(self) -> int:
-        """Number of sequences that wait."""
+    def num_sequences(self) -> int:
+        """Number of sequences whose admissions wait."""
         return sum(len(admission.answer.seq_ids) for admission in self._waiting)
 
-    def enter(self, admission: Admission) -> None:
-        """Send an admission on its way, now or when it is settled."""
+    def add(self, admission: Admission) -> None:
+        """Send an admission now or, if it is not settled, in a later `release`."""
         self._waiting.append(admission)
         self.release()
 
     def release(self) -> None:
-        """Send the admissions on their way that are settled."""
+        """Send the admissions that are settled, to the API server and the scheduler."""
         waiting, self._waiting = self._waiting, []
         for admission in waiting:
             if admission.is_settled:
@@ -105,7 +105,7 @@ class Gate:
                 self._waiting.append(admission)
 
     def drop(self, seq_ids: Sequence[int]) -> None:
-        """Forget what waits of a request that has been aborted."""
+        """Drop the waiting admissions of a request that has been aborted."""
         waiting, self._waiting = self._waiting, []
         for admission in waiting:
             if set(seq_ids).intersection(admission.answer.seq_ids):
@@ -137,7 +137,7 @@ def reply_to(query: Encode | Decode, tokenizer: TextTokenizer, limits: Limits) -
 
 
 def describe(folder: Path, chat_template: str | None = None) -> dict[str, Any]:
-    """Return the tokenizer's configuration, special tokens as texts, and the chat template wherever it is kept."""
+    """Return the tokenizer's configuration, with special tokens as texts and with the chat template."""
     config = load_tokenizer_config(folder)
     templates = chat_templates(folder, config, chat_template)
     return config | special_tokens(config) | {"chat_template": templates.get("default", templates or None)}

@@ -96,7 +96,7 @@ class Inspector:
         report = await self._client.ask(query, StateReport, TIMEOUT)
         state = report.state
         for record in state.steps:
-            if last is not None and record.begin == last.begin:  # the last step, which has been completed since
+            if last is not None and record.begin == last.begin:  # the last record, to which steps have been added
                 self._steps.pop()
             self._steps.append(record)
         self._heartbeat.note(state.counts)

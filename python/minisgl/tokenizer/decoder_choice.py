@@ -1,4 +1,4 @@
-"""Chooses how the ids of a tokenizer are decoded in a stream: by the fast way that is right for it, or the general."""
+"""Chooses the streaming decoder of a tokenizer: a fast one if it is exact for this tokenizer, else the general one."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from minisgl.tokenizer.incremental import (
 )
 from minisgl.tokenizer.redecoding import RedecodingDecoder
 
-LOOK_AHEAD = 64  # characters that a step may look ahead of which nothing else is known: a regular expression, say
+LOOK_AHEAD = 64  # characters that an unknown step may look ahead, such as a regular expression
 
 
 def make_decoder(tokenizer: Tokenizer) -> TextDecoder:
-    """Return the decoder for this tokenizer, whatever its kind."""
+    """Return the streaming decoder for this tokenizer."""
     description = _description(tokenizer)
     if is_byte_level(description, tokenizer.get_vocab()):
         added = {token_id: (t.content, t.special) for token_id, t in tokenizer.get_added_tokens_decoder().items()}
@@ -37,7 +37,7 @@ def make_decoder(tokenizer: Tokenizer) -> TextDecoder:
 
 
 def make_plain(tokenizer: Tokenizer) -> None:
-    """Leave out the steps around ByteLevel that have nothing to do: llguidance takes them for another kind."""
+    """Remove the decoder's idle steps around ByteLevel, because llguidance would misread the tokenizer's kind."""
     description = _description(tokenizer)
     if len(_flatten(description)) > 1 and is_byte_level(description, tokenizer.get_vocab()):
         tokenizer.decoder = decoders.ByteLevel()
@@ -49,10 +49,10 @@ def _description(tokenizer: Tokenizer) -> dict[str, Any] | None:
 
 
 def is_byte_level(description: dict[str, Any] | None, tokens: Collection[str]) -> bool:
-    """Return True if the decoder that tokenizer.json describes so maps these tokens to bytes, and does nothing else.
+    """Return True if the decoder with this description maps these tokens to bytes, and does nothing else.
 
-    Steps before ByteLevel may have nothing to do. Fuse has not either, although `tokenizers` gives a text up as a whole
-    if it is fused before and a single character in it is not of GPT-2's alphabet: here that token alone is plain text.
+    Steps before ByteLevel may be idle. Fuse counts as idle, with one difference: if a fused text has a character
+    outside GPT-2's alphabet, `tokenizers` leaves all of it undecoded; here only that token is plain text.
     """
     steps = _flatten(description)
     kinds = [step["type"] for step in steps]
@@ -64,7 +64,7 @@ def is_byte_level(description: dict[str, Any] | None, tokens: Collection[str]) -
 
 
 def _is_idle(step: dict[str, Any], tokens: Collection[str], is_fused: bool) -> bool:
-    """Return True if a step changes none of these tokens, or, if they are fused, none of GPT-2's alphabet."""
+    """Return True if a step changes none of these tokens or, if they are fused, no text of GPT-2's alphabet."""
     match step:
         case {"type": "Fuse"}:
             return True
@@ -78,7 +78,7 @@ def _is_idle(step: dict[str, Any], tokens: Collection[str], is_fused: bool) -> b
 
 
 def _flatten(description: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the steps that tokens go through."""
+    """Return the decoder's steps, nested sequences flattened."""
     if description is None:
         return []
     if description["type"] != "Sequence":
@@ -87,7 +87,7 @@ def _flatten(description: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _is_tokenwise(steps: list[dict[str, Any]]) -> bool:
-    """Return True if these steps map every token, or run of byte tokens, to text whatever its neighbours are."""
+    """Return True if these steps map each token, or run of byte tokens, to text independently of its neighbours."""
     kinds = [step["type"] for step in steps]
     per_token = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
     if "ByteFallback" in kinds and not all(map(_leaves_bytes, steps)):
@@ -111,7 +111,7 @@ def _leaves_bytes(step: dict[str, Any]) -> bool:
 
 
 def _is_incremental(step: dict[str, Any]) -> bool:
-    """Return True if this step after Fuse, on the whole text, looks at single characters or at the start only."""
+    """Return True if this step, on the whole text after Fuse, looks at single characters or at the start only."""
     match step:
         case {"type": "Fuse"} | {"type": "Strip", "stop": 0}:
             return True
@@ -130,9 +130,9 @@ def _letter(tokenizer: Tokenizer, table: TokenTable) -> int | None:
 
 
 def _reach(steps: list[dict[str, Any]]) -> int:
-    """Return how many characters at the end of a text a later token may change, beyond an unfinished character.
+    """Return how many characters at the end of a text a later token may change, beside an unfinished character.
 
-    Until tokens are joined, by Fuse or ByteLevel, each is changed by itself, or by its neighbours without delay.
+    Only the steps after tokens are joined (by Fuse or ByteLevel) can look ahead.
     """
     kinds = [step["type"] for step in steps]
     joined = next((at for at, kind in enumerate(kinds) if kind in ("Fuse", "ByteLevel")), len(kinds))
