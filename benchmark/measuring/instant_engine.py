@@ -27,7 +27,7 @@ from minisgl.message.to_detokenizer import ToDetokenizer
 from minisgl.message.to_scheduler import ToScheduler
 from minisgl.models.config.load_config import load_model_config
 from minisgl.process.worker import Worker
-from minisgl.scheduler.loop import make_loop
+from minisgl.scheduler.assembly import make_loop
 from minisgl.scheduler.process import SchedulerServer
 from minisgl.step_cost import StepCost
 

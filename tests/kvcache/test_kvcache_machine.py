@@ -265,7 +265,7 @@ class Requests(RuleBasedStateMachine):
         available = free + len(self.oracle.evictable())
         assert self.pool.available == available
         if wanted > available:
-            with pytest.raises(OutOfPages, match=f"{wanted} pages were asked for, {available} are"):
+            with pytest.raises(OutOfPages, match=f"{wanted} pages are requested, {available} are"):
                 self.pool.allocate(wanted)
             return False
         self.oracle.evict(max(0, wanted - free))

@@ -93,7 +93,7 @@ def test_allocated_pages_are_the_callers_array() -> None:
 def test_out_of_pages_says_how_many() -> None:
     allocator = PageAllocator(3)
     allocator.allocate(1)
-    with pytest.raises(OutOfPages, match="3 pages were asked for, 2 are available") as error:
+    with pytest.raises(OutOfPages, match="3 pages are requested, 2 are available") as error:
         allocator.allocate(3)
     assert (error.value.wanted, error.value.available) == (3, 2)
     assert allocator.num_free == 2
@@ -148,7 +148,7 @@ def test_pool_evicts_only_what_is_missing() -> None:
     pages = pool.allocate(3)
     assert len(set(pages.tolist())) == 3
     assert cache.cached_pages == 3
-    with pytest.raises(OutOfPages, match="4 pages were asked for, 3 are available"):
+    with pytest.raises(OutOfPages, match="4 pages are requested, 3 are available"):
         pool.allocate(4)
     assert cache.cached_pages == 3
     pool.free(pages)

@@ -89,7 +89,7 @@ def test_pages_beside_the_cache_are_evicted_in_the_order_of_their_use(seed: int)
             case 5:
                 pool.free(ids(*held))
                 held = []
-        present = pool.beside(ids(*range(30)))
+        present = pool.window_pages(ids(*range(30)))
         assert set(np.flatnonzero(present != ABSENT).tolist()) == set(order)
         pool.check(ids(*range(30)), ids(*held))
     assert pool.evicted > 20

@@ -14,7 +14,8 @@ import zmq
 from minisgl.core import Batch, Int32Array, NewRow, SamplingFlags, SamplingParams, ScoredTokens
 from minisgl.message.socket import Addresses, Inbox, Outbox
 from minisgl.message.to_scheduler import Bitmask, ToRank
-from minisgl.scheduler.loop import MAX_IN_FLIGHT, StepCounts, follow
+from minisgl.scheduler.loop import StepCounts
+from minisgl.scheduler.ranks import MAX_IN_FLIGHT, follow
 
 
 def ids(*values: int) -> Int32Array:

@@ -12,7 +12,8 @@ import pytest
 
 from minisgl.core import Batch, SamplingParams
 from minisgl.message.types import TextOptions
-from minisgl.scheduler.request import MAX_PASSED, PATIENCE, Request, WaitingQueue
+from minisgl.scheduler.request import Request
+from minisgl.scheduler.waiting_queue import MAX_PASSED, PATIENCE, WaitingQueue
 from scheduler.simulation import EOS, World, expected_answer, random_prompt
 
 WORLDS: list[dict[str, object]] = [

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-import minisgl.tokenizer.chat_template as chat_template
+import minisgl.tokenizer.template_sandbox as template_sandbox
 from minisgl.config import ConfigError, EngineConfig, ServerConfig, SourceConfig
 from minisgl.core import InvalidRequest
 from minisgl.models.hub import demo_folder
@@ -155,13 +155,13 @@ def test_template_that_raises(source: str) -> None:
     ],
 )
 def test_endless_templates_end(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.1)
+    monkeypatch.setattr(template_sandbox, "MAX_SECONDS", 0.1)
     with pytest.raises(InvalidRequest, match="seconds"):
         tokenizer_with(source).templates.render([USER])
 
 
 def test_huge_output_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "MAX_CHARS", 1000)
+    monkeypatch.setattr(template_sandbox, "MAX_CHARS", 1000)
     with pytest.raises(InvalidRequest, match="longer than 1000"):
         tokenizer_with("{% for a in range(99999) %}{{ a }}{% endfor %}").templates.render([USER])
 

@@ -1,9 +1,9 @@
-"""The KV cache: who owns which page, and which prefixes are worth keeping.
+"""The KV cache: ownership of pages, and the cache of prefixes.
 
-Three owners share the pages: the free list (in `pages`), the cache of finished prefixes (`radix`, or `naive` that keeps
-none), and the requests themselves; `pages` joins the first two, and `snapshots` says behind which pages the state of
-recurrent layers is kept. This is policy on page numbers: NumPy only. The tensors that the numbers stand for live in
-`pool`, as `layout` says: these two alone import torch.
+A page has one of three owners: the free list (in `pages`), the cache of prefixes (`radix`, or `naive`, which keeps
+none), or a request. `PagePool` in `pages` joins the first two. `window` has the pages of layers that attend to a
+window, `snapshots` the states of recurrent layers behind cached pages, `events` tells routers what is cached. All this
+is policy on page numbers, in NumPy. The tensors are in `pool`, as `layout` describes them: only these two import torch.
 """
 
 from __future__ import annotations
@@ -15,5 +15,5 @@ from minisgl.kvcache.radix import RadixCache
 
 
 def make_cache(kind: CacheType, page_size: int, *observers: CacheObserver) -> CacheManager:
-    """Return the cache that --cache names. The naive one has nothing to tell observers."""
+    """Return the cache that --cache names. The naive one never calls observers."""
     return RadixCache(page_size, *observers) if kind == "radix" else NaiveCache(page_size)

@@ -1,7 +1,7 @@
 """Contract between a cache of prefixes and the scheduler.
 
-A cache maps token prefixes to the pages that hold their keys and values, a whole page at a time. Every page it
-holds is its own: nobody frees such a page, and it comes back only from `evict` or `reset`. A request uses it so:
+A cache maps token prefixes to the pages that hold their keys and values, in whole pages. It owns its pages: only
+`evict`, `forget` and `reset` return them. A request uses it like this:
 
     handle = cache.match(prompt[:-1])           # at least one token is left to compute
     cache.lock(handle)                          # at once: any eviction may make an unlocked handle stale
@@ -11,7 +11,7 @@ holds is its own: nobody frees such a page, and it comes back only from `evict` 
     cache.unlock(handle)                        # in this order, so that nothing is evicted in between
     ...                                         # decode on the same pages, also those in result.duplicates
     last = cache.insert(tokens, pages)          # the request has ended
-    cache.unlock(result.handle)                 # last.duplicates and a partly filled last page: free them
+    cache.unlock(result.handle)                 # then free last.duplicates and a partly filled last page
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from minisgl.core import CacheNode, Int32Array
 
 
 class BrokenInvariant(AssertionError):
-    """The cache's books do not add up: a bug in the cache or in its caller."""
+    """The records of a cache contradict each other: a bug in the cache or in its caller."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -36,34 +36,34 @@ def require(condition: bool, message: str) -> None:
 
 @dataclass(slots=True, eq=False)
 class CacheHandle:
-    """A cached prefix. It stays valid while it is locked, whatever happens to the cache."""
+    """A cached prefix. It is valid while it is locked, whatever happens to the cache."""
 
     cached_len: int  # tokens, a whole number of pages
-    pages: Int32Array  # the pages of the prefix, in order; the cache's, lent while locked
-    node: Any = field(default=None, repr=False)  # where in the cache the prefix ends: the cache's own
-    locks: int = 0  # how often this very handle is locked
+    pages: Int32Array  # pages of the prefix, in order; the cache owns them
+    node: Any = field(default=None, repr=False)  # end of the prefix in the cache, for the cache alone
+    locks: int = 0  # number of locks through this handle
 
 
 class InsertResult(NamedTuple):
-    handle: CacheHandle  # all whole pages given, as the cache now holds them; not locked
-    duplicates: Int32Array  # given pages that the cache did not take: they still belong to the caller
+    handle: CacheHandle  # prefix of all whole pages as the cache now holds it; not locked
+    duplicates: Int32Array  # given pages that the cache did not take, which the caller still owns
 
 
 class CacheObserver(Protocol):
-    """Learns which pages a cache holds. It is told of a change when the cache is done with it."""
+    """Learns which pages a cache holds. The cache calls it after each change."""
 
     def stored(self, parent: int | None, tokens: Int32Array, pages: Int32Array, salt: bytes) -> None:
-        """Take note of new pages, one for each page_size tokens; `parent` is the cached page before, None: none is."""
+        """New pages are cached, one for each page_size tokens, after the cached page `parent` (None: at the start)."""
 
     def removed(self, pages: Int32Array) -> None:
-        """Take note of pages that are not cached any more."""
+        """These pages are no longer cached."""
 
     def cleared(self) -> None:
-        """Take note that no page is."""
+        """No page is cached any more."""
 
 
 class CacheManager(Protocol):
-    """The counts are kept, not computed: reading them is free."""
+    """Cache of prefixes. Its counts are kept up to date, so reading them costs nothing."""
 
     page_size: int
 
@@ -73,7 +73,7 @@ class CacheManager(Protocol):
 
     @property
     def locked_pages(self) -> int:
-        """Cached pages of prefixes that somebody has locked."""
+        """Cached pages that are locked."""
 
     @property
     def evictable_pages(self) -> int:
@@ -82,47 +82,47 @@ class CacheManager(Protocol):
     def match(self, tokens: Int32Array, salt: bytes = b"") -> CacheHandle:
         """Return the longest cached prefix of these tokens; it becomes the most recently used.
 
-        What was inserted with another salt is never found.
+        Prefixes that were inserted with another salt are never found.
         """
 
     def lock(self, handle: CacheHandle) -> None:
         """Keep a prefix from being evicted. Locks are counted; ValueError if the handle is stale."""
 
     def unlock(self, handle: CacheHandle) -> None:
-        """Take back one lock of this handle, which is a use; ValueError if it has none left."""
+        """Undo one lock of this handle, and count a use of the prefix; ValueError if the handle has no lock."""
 
     def insert(self, tokens: Int32Array, pages: Int32Array, salt: bytes = b"") -> InsertResult:
         """Offer the pages of these tokens, one for each whole page of them; ValueError for any other number.
 
-        Tokens after the last whole page are ignored. Where the cache holds another page for the same tokens, the
-        given one is a duplicate and stays the caller's; all others are the cache's from now on. The prefix becomes
-        the most recently used.
+        Tokens after the last whole page are ignored. If the cache holds another page for the same tokens, the given one
+        is a duplicate and stays the caller's; the cache owns all others from now on. The prefix becomes the most
+        recently used.
         """
 
     def evict(self, num_pages: int) -> Int32Array:
-        """Forget the least recently used unlocked pages, min(num_pages, evictable_pages) of them.
+        """Remove the least recently used unlocked pages, min(num_pages, evictable_pages) of them, and return them.
 
-        A prefix loses its last pages first. The pages returned belong to the caller.
+        A prefix loses its last pages first. The caller owns the returned pages.
         """
 
     def forget(self, tokens: Int32Array, length: int, salt: bytes = b"") -> Int32Array:
-        """Forget what is cached of these tokens beyond the whole pages of the first `length`, and what follows them.
+        """Remove the cached pages of these tokens after the whole pages of the first `length`, and all below them.
 
-        For pages that were inserted but never written. The pages returned belong to the caller. ValueError if any is
+        This is for pages that were inserted but never written. The caller owns the returned pages. ValueError if any is
         locked.
         """
 
     def reset(self) -> Int32Array:
-        """Forget all that is not locked; the pages returned belong to the caller."""
+        """Remove all pages that are not locked; the caller owns the returned pages."""
 
     def tree(self, max_nodes: int) -> list[CacheNode]:
-        """Return some of the tree's nodes, parents first and the largest of what was found; bounded in time, too."""
+        """Return up to `max_nodes` of the largest nodes, parents first; the search is bounded, so it may miss some."""
 
     def owned_pages(self) -> Int32Array:
         """Return all cached pages, in no particular order; for checks, slow."""
 
     def check(self) -> None:
-        """Raise BrokenInvariant if the books do not add up; for tests, slow."""
+        """Raise BrokenInvariant if the cache's records contradict each other; for tests, slow."""
 
 
 def empty_pages() -> Int32Array:

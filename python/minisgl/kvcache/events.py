@@ -1,8 +1,8 @@
-"""KV events: which pages a cache holds, told to routers that send a request where its prefix is cached.
+"""KV events tell routers which pages a cache holds, so that they can send a request to the server with its prefix.
 
-`EventRecorder` is the observer of a cache. It turns what the cache stores and removes into vLLM's events, whose blocks
-are our pages. A block's hash is chained: of its parent's hash and its own tokens, so that it stands for the whole
-prefix, and the same prefix has the same hash in every server and after every start.
+`EventRecorder` observes a cache and turns its changes into vLLM's events, whose blocks are our pages. A block's hash is
+made of its parent's hash and its own tokens, so it stands for the whole prefix, and a prefix has the same hash in every
+server and after every restart.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ import msgspec
 
 from minisgl.core import Int32Array
 
-_MEDIUM = "GPU"  # where vLLM says that blocks are: next to the computation, whatever the device
+_MEDIUM = "GPU"  # vLLM's name for the memory of the device that computes, whatever it is
 _HASH_BYTES = 8
 
 
 class _Event(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """A map on the wire, with its class in `type`."""
+    """Event, which is a map on the wire, with the name of its class under `type`."""
 
 
 class BlockStored(_Event, frozen=True):
-    """Blocks, each the parent of the next, are in the cache from now on."""
+    """Blocks, each the parent of the next, have been cached."""
 
     block_hashes: list[int]
     parent_block_hash: int | None  # None: the first block begins the prompt
-    token_ids: list[int]  # block_size of each block
+    token_ids: list[int]  # block_size tokens of each block
     block_size: int
     lora_id: int | None = None
     medium: str = _MEDIUM
     lora_name: str | None = None
-    extra_keys: list[list[str] | None] | None = None  # per block: the salt, where a salted prompt begins
+    extra_keys: list[list[str] | None] | None = None  # for each block: the salt, if a salted prompt begins with it
 
 
 class BlockRemoved(_Event, frozen=True):
@@ -43,7 +43,7 @@ class BlockRemoved(_Event, frozen=True):
 
 
 class AllBlocksCleared(_Event, frozen=True):
-    """Nothing is cached any more."""
+    """No block is cached any more."""
 
 
 Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
@@ -58,25 +58,25 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def root_hash(salt: bytes) -> bytes:
-    """Return what the first block of a prompt has for its parent's hash."""
+    """Return the parent's hash for the first block of a prompt."""
     return blake2b(salt, digest_size=_HASH_BYTES).digest()
 
 
 def block_hash(parent: bytes, tokens: bytes) -> bytes:
-    """Return the hash of a block from that of its parent and the int32 bytes of its tokens."""
+    """Return the hash of a block, made of its parent's hash and the int32 bytes of its tokens."""
     return blake2b(parent + tokens, digest_size=_HASH_BYTES).digest()
 
 
 def hash_number(digest: bytes) -> int:
-    """Return a hash as it stands in events: 63 bits, so that consumers with and without a sign read the same."""
+    """Return a hash as a number for events: 63 bits, so that signed and unsigned readers get the same."""
     return int.from_bytes(digest, "big") >> 1
 
 
 class EventRecorder:
-    """Implements kvcache.base.CacheObserver. Collects events until they are taken.
+    """Collects events until they are taken. Implements kvcache.base.CacheObserver.
 
-    It knows a page's hash from the page's number, which is in a cache once at most: so it need not know the tree, and a
-    split of a node is nothing to it.
+    A page number is in a cache at most once, so hashes are kept by page number, and the recorder needs no knowledge of
+    the tree and its splits.
     """
 
     def __init__(self, page_size: int) -> None:

@@ -1,8 +1,8 @@
-"""Layout of the KV cache: what each layer stores, and what a page of it costs.
+"""Layout of the KV cache: the tensors that each layer stores, and the bytes of a page.
 
-A page holds `page_size` tokens of every layer of a group. Mostly there is one group, of all layers. Those with a window
-may form a group with pages of its own, so that what is behind the window can be given back although others need
-theirs (`kvcache.window`); the full group has the others, or none.
+A page holds `page_size` tokens of every layer of a group. Most models have one group of all layers. Layers with a
+window may form a group with pages of its own, so that pages behind the window can be given back although other layers
+still need theirs (`kvcache.window`); all other layers, if any, are the full group.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """One tensor of a layer: an entry of `shape` for each token in the pages, or for each slot (a recurrent state)."""
+    """Tensor of a layer with an entry of `shape` for each token of the pages, or for each slot (a recurrent state)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -41,16 +41,16 @@ class KVLayout:
     layers: tuple[tuple[Store, ...], ...]
     upcast: tuple[Store, ...] = ()  # K and V of one layer at a time, for a backend that cannot read FP8 pages
     windowed: frozenset[int] = frozenset()  # layers of the windowed group, if there is one
-    window: int | None = None  # the longest of these
+    window: int | None = None  # longest window of these layers
 
     def pool_bytes(self, num_pages: int, num_window_pages: int = 0) -> int:
-        """Return the bytes of so many pages of each group; there are no more windowed pages than others."""
+        """Return the bytes of a pool with so many pages of each group; num_window_pages must not exceed num_pages."""
         full, windowed = self._page_bytes(windowed=False), self._page_bytes(windowed=True)
         upcast = self.page_size * sum(store.entry_bytes for store in self.upcast)
         return full * num_pages + windowed * num_window_pages + upcast * self.upcast_pages(num_pages, num_window_pages)
 
     def upcast_pages(self, num_pages: int, num_window_pages: int) -> int:
-        """Return the pages of the largest group that stores anything, which `upcast` has room for."""
+        """Return the number of pages that `upcast` has room for: those of the largest group that stores anything."""
         return num_pages if self._page_bytes(windowed=False) else num_window_pages
 
     @property
@@ -59,9 +59,9 @@ class KVLayout:
         return sum(store.entry_bytes for layer in self.layers for store in layer if store.per == "slot")
 
     def state_bytes(self, num_slots: int, num_snapshots: int = 0) -> int:
-        """Return the bytes of what is stored by slot, that of the scratch slot too; pages get what is left.
+        """Return the bytes of the states of all slots, the scratch slot and snapshots; pages get the remaining memory.
 
-        A layer with a float32 state of 2 MB costs `state_bytes(256)` = 514 MB, however many pages there are.
+        A layer with a float32 state of 2 MB takes `state_bytes(256)` = 514 MB, however many pages there are.
         """
         return (num_slots + 1 + num_snapshots) * self.slot_bytes
 

@@ -1,4 +1,4 @@
-"""The cache that keeps nothing, so that one scheduler runs with prefix caching and without."""
+"""The cache that keeps nothing, so that the same scheduler runs with and without prefix caching."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from minisgl.kvcache.base import (
 
 
 class NaiveCache:
-    """Nothing matches, and every page offered stays the caller's."""
+    """Cache in which nothing matches and every offered page stays the caller's."""
 
     cached_pages = 0
     locked_pages = 0

@@ -1,4 +1,4 @@
-"""Pages for requests: the free list, a stack in an array, and behind it the pages that the cache can give up."""
+"""Allocation of pages: the free list, and the pool that also evicts pages from the cache."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ _ALLOCATED = -1
 
 
 class OutOfPages(Exception):
-    """More pages were asked for than there are."""
+    """More pages are requested than are available."""
 
     def __init__(self, wanted: int, available: int) -> None:
-        super().__init__(f"{wanted} pages were asked for, {available} are available")
+        super().__init__(f"{wanted} pages are requested, {available} are available")
         self.wanted = wanted
         self.available = available
 
 
 class PageAllocator:
-    """Hands out the pages 0 .. num_pages - 1. Whoever is given a page owns it until it is freed.
+    """Free list of the pages 0 .. num_pages - 1, a stack in an array. The caller owns a page until it frees it.
 
-    Each free page knows its place on the stack, so that freeing a page twice, or one that does not exist, is
+    The place of each free page on the stack is recorded, so that freeing a page twice, or one that does not exist, is
     noticed at once and changes nothing.
     """
 
@@ -41,7 +41,7 @@ class PageAllocator:
     def allocate(self, num_pages: int) -> Int32Array:
         """Give pages to the caller; OutOfPages if there are too few, ValueError for a negative number."""
         if num_pages < 0:
-            raise ValueError(f"{num_pages} pages were asked for")
+            raise ValueError(f"{num_pages} pages are requested")
         if num_pages > self._num_free:
             raise OutOfPages(num_pages, self._num_free)
         self._num_free -= num_pages
@@ -66,11 +66,11 @@ class PageAllocator:
         self._num_free += len(pages)
 
     def free_pages(self) -> Int32Array:
-        """Return all free pages, the next to be allocated last; for checks."""
+        """Return all free pages; the last one is allocated next. For checks."""
         return self._stack[: self._num_free].copy()
 
     def check(self) -> None:
-        """Raise BrokenInvariant if the stack and the pages' places on it do not agree."""
+        """Raise BrokenInvariant if the stack and the recorded places disagree."""
         places = np.arange(self._num_free)
         require(bool((self._place[self.free_pages()] == places).all()), "a free page is not in its place")
         free = int((self._place != _ALLOCATED).sum())
@@ -80,10 +80,10 @@ class PageAllocator:
 class PagePool:
     """All pages of an engine. Each is free, cached, or owned by one request.
 
-    A page that goes into the cache is available too, as soon as nobody locks it: available = free + evictable. Say a
-    request holds 4 of 12 pages; 3 of them are full, and the first 2 are in the cache and locked. So 8 are free, none is
-    evictable, 8 are available. The request ends: its third page goes into the cache, the last is freed, and the lock is
-    taken back. Now 9 are free, 3 evictable, 12 available.
+    A cached page is available as soon as it is not locked: available = free + evictable. Say a request holds 4 of 12
+    pages; 3 of them are full, and the first 2 are in the cache and locked. So 8 are free, none is evictable, 8 are
+    available. When the request ends, its third page goes into the cache, the last is freed, and the lock is removed:
+    now 9 are free, 3 evictable, 12 available.
     """
 
     def __init__(self, num_pages: int, cache: CacheManager) -> None:
@@ -118,13 +118,13 @@ class PagePool:
         self.allocator.free(pages)
 
     def flush_cache(self) -> int:
-        """Forget every prefix that is not locked, and return how many pages that freed."""
+        """Remove every cached prefix that is not locked; return the number of freed pages."""
         pages = self.cache.reset()
         self.allocator.free(pages)
         return len(pages)
 
     def check_idle(self) -> None:
-        """BrokenInvariant unless every page is either free or cached, and no prefix is locked: no request is left."""
+        """Raise BrokenInvariant unless every page is free or cached and none is locked, as when no request runs."""
         self.allocator.check()
         self.cache.check()
         require(self.cache.locked_pages == 0, f"{self.cache.locked_pages} pages are locked by nobody")

@@ -1,4 +1,4 @@
-"""The KV pool: tensors of which pages are parts."""
+"""The KV pool: the tensors that hold all pages, and the states of recurrent layers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from minisgl.kvcache.layout import KVLayout, Store
 class KVPool:
     """K and V of every layer as [pages, page_size, kv_heads, head_dim], and the states of recurrent layers by slot.
 
-    Where V is the beginning of K, as in latent attention, there is K alone.
+    If V is the beginning of K, as in latent attention, only K is stored.
 
-    One page more than `num_pages` is allocated: the last is a scratch page that nobody owns. Padding rows of a
-    captured graph write there, and to the state of the scratch slot, row `num_slots`. The rows of states behind it are
-    snapshots, which no layer reads: `copy_states` saves and restores them. Layers of a windowed group have
-    `num_window_pages`, and one more, instead.
+    One page more than `num_pages` is allocated: the last is a scratch page, to which padding rows of a captured graph
+    write. Likewise row `num_slots` of the states belongs to a scratch slot. The rows after it are snapshots, which no
+    layer reads; `copy_states` saves and restores them. Layers of the windowed group have `num_window_pages` and a
+    scratch page.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class KVPool:
         self.scratch_window_page = num_window_pages
         self.windowed = layout.windowed  # layers whose pages are the windowed group's
         pages = [num_window_pages if index in layout.windowed else num_pages for index in range(len(layout.layers))]
-        # One allocation for all stores that are alike: the sum of many would be rounded up by torch.
+        # One allocation for all equal stores, because torch rounds up the size of each allocation.
         layers = [[(store, count) for store in layer] for layer, count in zip(layout.layers, pages, strict=True)]
         counts = Counter(one for layer in layers for one in layer)
         stacked = {one: self._allocate(*one, count, device) for one, count in counts.items()}
@@ -58,11 +58,11 @@ class KVPool:
         return self._layers[layer][0]
 
     def values(self, layer: int) -> Tensor:
-        """V, or K where the layer's V is its beginning."""
+        """Return V, or K if the layer's V is the beginning of K."""
         return self._layers[layer][-1]
 
     def states(self, layer: int) -> tuple[Tensor, ...]:
-        """Return what a recurrent layer keeps: of each of its stores [slots + 1 + snapshots, *shape]."""
+        """Return the states of a recurrent layer, one tensor [slots + 1 + snapshots, *shape] for each of its stores."""
         return self._layers[layer]
 
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:

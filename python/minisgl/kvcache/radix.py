@@ -1,16 +1,16 @@
-"""The radix cache: computed prefixes in a tree, shared by all requests that start alike.
+"""The radix cache: computed prefixes in a tree, shared by all requests that begin with the same tokens.
 
-An edge of the tree is a run of whole pages; where two prompts part, a run is split at a page boundary. So a node
+An edge of the tree is a run of whole pages; where two prompts diverge, a run is split at a page boundary. So a node
 stands for one prefix, and its children differ in their first page. The idea is SGLang's RadixAttention
 (https://arxiv.org/abs/2312.07104). Eviction never searches the tree:
 
-- A lock counts on every node of its path, so below an unlocked node nothing is locked.
-- The unlocked nodes stand in one queue, least recently used first. A use moves its path to the end, the deepest node
-  first, so a node always stands behind its children. Whoever is in front is therefore a leaf, and the next to go.
+- A lock counts on every node of its path, so no node below an unlocked one is locked.
+- The unlocked nodes are in one queue, least recently used first. A use moves the nodes of its path to the end, the
+  deepest first, so a node is always behind its children. The first node is therefore a leaf, and is evicted next.
 - Matching, inserting and unlocking are uses. There is no clock: the same calls always evict the same pages.
 
-Inside, tokens are the bytes of their int32 array, which compare and hash fast. A salt makes a tree of its own: it
-stands before the first page's tokens in the root's map, and no two such keys of different salts are equal.
+Tokens are stored as the bytes of their int32 array, which compare and hash fast. A salt is put before the first page's
+tokens in the key of a child of the root, so different salts have different subtrees.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _LOOKED_AT = 256  # newest children of a node among which `tree` finds the large
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Node:
-    """A prefix: the path from the root to here. The node itself holds the last run of its pages.
+    """Prefix that the path from the root to this node has; the node holds the last run of its pages.
 
-    `end` changes only when the tail is evicted: when a run is split, the old node remains the lower part. A locked
-    handle relies on that, and an unlocked one shows by it that it is stale.
+    `end` changes only when the tail is evicted, because in a split the old node becomes the lower part. So a locked
+    handle stays valid, and a handle with another length is stale.
     """
 
     parent: _Node | None  # None: the root, or evicted
-    key: bytes  # under which the parent has it: the tokens of its first page, after the salt below the root
+    key: bytes  # key in the parent's `children`: tokens of its first page; below the root, the salt before them
     tokens: bytes  # tokens of the run, as bytes
     pages: Int32Array  # pages of the run
     end: int  # tokens of the whole prefix
@@ -59,15 +59,15 @@ class _Node:
 
 
 class RadixCache:
-    """Implements kvcache.base.CacheManager. An example with pages of 4 tokens:
+    """Cache of prefixes as a tree. Implements kvcache.base.CacheManager. An example with pages of 4 tokens:
 
         first = cache.insert(A, [0, 1])     # A: tokens 1 2 3 4 5 6 7 8; one node with pages 0 and 1
         second = cache.insert(B, [0, 3])    # B: tokens 1 2 3 4 5 6 70 80; a split behind page 0, and a leaf with page 3
 
-    A and B share 6 tokens, of which only one page is whole: B's request was lent page 0 by `match`, and computed tokens
-    5 and 6 again, into page 3. `second.duplicates` is empty. Had B come with a page 2 of its own for tokens 1 to 4, the
-    tree would have kept page 0 and left page 2 to the caller, as a duplicate. With nothing locked, `evict(3)` returns
-    pages 1, 3 and 0: A's leaf, used before B's, then B's, then the node above, which has no child left.
+    A and B share 6 tokens, but only one whole page: B's request got page 0 from `match`, and computed tokens 5 and 6
+    again, into page 3. `second.duplicates` is empty. If B had come with a page 2 of its own for tokens 1 to 4, the tree
+    would have kept page 0, and page 2 would be a duplicate. With no locks, `evict(3)` returns pages 1, 3 and 0: A's
+    leaf, which was used before B's, then B's leaf, then the node above, which has no child left.
     """
 
     def __init__(self, page_size: int, *observers: CacheObserver) -> None:
@@ -100,7 +100,7 @@ class RadixCache:
         return CacheHandle(node.end, pages, node)
 
     def insert(self, tokens: Int32Array, pages: Int32Array, salt: bytes = b"") -> InsertResult:
-        # For B above: the walk finds page 0 and splits behind it, page 3 becomes a leaf below the new node.
+        # In the example: the walk for B finds page 0 and splits after it; page 3 becomes a leaf below the new node.
         require_one_page_each(tokens, pages, self.page_size)
         whole = self._whole_pages(tokens)
         node, found = self._walk(whole, salt)
@@ -116,7 +116,7 @@ class RadixCache:
         return InsertResult(handle, duplicates=given[given != found])
 
     def _walk(self, tokens: bytes, salt: bytes) -> tuple[_Node, Int32Array]:
-        """Return the node where the longest cached prefix ends, after a split if need be, and the pages on the way."""
+        """Return the node at which the longest cached prefix ends, splitting one if necessary, and its path's pages."""
         node, at, runs = self._root, 0, [empty_pages()]
         key = salt + self._first_page(tokens)
         while child := node.children.get(key):
@@ -135,10 +135,10 @@ class RadixCache:
         return leaf
 
     def _split(self, node: _Node, num_pages: int) -> _Node:
-        """Give the first pages of a run to a new node above it. All that hold the lower part hold the upper.
+        """Move the first pages of a run to a new node above it, which gets the same locks; return the new node.
 
-        A's node of pages 0 and 1, split behind 1 page, becomes a new node with page 0 (end 4) and below it the old one
-        with page 1, whose end is still 8. So a handle of A stays valid, and both nodes have the locks that the one had.
+        A's node of pages 0 and 1, split after 1 page, becomes a new node with page 0 (end 4) and below it the old node
+        with page 1, whose end is still 8. So a handle of A stays valid.
         """
         assert node.parent is not None
         first, rest = node.pages[:num_pages].copy(), node.pages[num_pages:].copy()  # a view would keep the whole run
@@ -153,7 +153,7 @@ class RadixCache:
         return upper
 
     def _use(self, node: _Node) -> None:
-        """Move a path to the end of the queue, from its end up; nodes that are new enter the queue."""
+        """Move the unlocked nodes of a path to the end of the queue, deepest first; new nodes enter the queue."""
         while node.parent is not None:
             if node.locks == 0:
                 self._queue[node] = None
@@ -188,7 +188,7 @@ class RadixCache:
             node = node.parent
 
     def unlock(self, handle: CacheHandle) -> None:
-        require_locked(handle)  # the nodes could not tell: another request may hold the same prefix
+        require_locked(handle)  # the nodes' locks may be those of other handles
         handle.locks -= 1
         node: _Node = handle.node
         while node.parent is not None:
@@ -201,7 +201,7 @@ class RadixCache:
     # ---- evicting ----
 
     def evict(self, num_pages: int) -> Int32Array:
-        return self._told(self._evict(num_pages))
+        return self._report_removed(self._evict(num_pages))
 
     def _evict(self, num_pages: int) -> Int32Array:
         missing = min(num_pages, self.evictable_pages)
@@ -225,29 +225,29 @@ class RadixCache:
         if below is None:
             return empty_pages()
         if below.locks:
-            raise ValueError("somebody relies on a prefix that is to be forgotten")
+            raise ValueError("a prefix that is to be forgotten is locked")
         nodes = list(self._subtree(below))
         for node in reversed(nodes):  # children before their parents
             self._drop_tail(node, len(node.pages))
-        return self._told(np.concatenate([node.pages for node in nodes]))
+        return self._report_removed(np.concatenate([node.pages for node in nodes]))
 
     def reset(self) -> Int32Array:
         pages = self._evict(self.evictable_pages)
         if self._cached > 0:
-            return self._told(pages)
+            return self._report_removed(pages)
         for observer in self._observers:
             observer.cleared()
         return pages
 
-    def _told(self, removed: Int32Array) -> Int32Array:
-        """Return the pages, of which the observers know then."""
+    def _report_removed(self, removed: Int32Array) -> Int32Array:
+        """Tell the observers that these pages are no longer cached; return them."""
         if len(removed) > 0:
             for observer in self._observers:
                 observer.removed(removed)
         return removed
 
     def _drop_tail(self, leaf: _Node, num_pages: int) -> None:
-        """Forget the last pages of a leaf; when they are all it has, the leaf too."""
+        """Remove the last pages of a leaf, and the leaf itself if it has no others."""
         self._cached -= num_pages
         if num_pages < len(leaf.pages):
             leaf.tokens = leaf.tokens[: -num_pages * self._page_bytes]
@@ -320,7 +320,7 @@ class RadixCache:
             yield from self._subtree(child)
 
     def _subtree(self, top: _Node) -> Iterator[_Node]:
-        """Yield a node and all below it, parents first. A stack, no recursion: a long conversation is a deep tree."""
+        """Yield a node and all below it, parents first, without recursion: a long conversation is a deep tree."""
         stack = [top]
         while stack:
             node = stack.pop()

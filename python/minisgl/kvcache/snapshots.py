@@ -1,9 +1,9 @@
-"""Snapshots of recurrent states behind cached prefixes: which entry of a bounded store has the state behind which page.
+"""Index of snapshots: maps the last page of a cached prefix to the entry of a bounded store that has its state.
 
-K and V of a prefix are of no use to a recurrent layer, which needs its state at the end of it. The pages of the radix
-tree stay the index: a page is in the tree once at most, and stands there for the whole prefix that it ends. So a
-snapshot is found by the number of its prefix's last page, and neither locks nor splits of the tree concern it. When
-the page leaves the tree, its snapshot goes; when the store is full, the least recently used snapshot goes alone.
+A recurrent layer cannot use K and V of a prefix: it needs its state at the prefix's end. A page is in the radix tree at
+most once, and there it stands for the whole prefix that it ends. So a snapshot is found by the number of its prefix's
+last page, independently of the tree's locks and splits. When a page leaves the tree, its snapshot is dropped too; when
+the store is full, the least recently used snapshot is evicted without its page.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from minisgl.kvcache.base import require
 
 
 class SnapshotStore:
-    """Implements kvcache.base.CacheObserver. Entries 0 .. num_entries - 1, each free or holding one snapshot.
+    """Entries 0 .. num_entries - 1, each free or with one snapshot. Implements kvcache.base.CacheObserver.
 
     An example with 2 entries: snapshots behind pages 4 and 7 fill them. `find([3, 4, 5, 7, 9])` is 4, because the first
     4 of these pages end with page 7; `use(7)` returns the entry to restore. A snapshot behind page 8 gets the entry of
-    page 4's, which is the least recently used. When page 7 is evicted from the tree, its entry is free.
+    page 4, which is the least recently used. When page 7 is evicted from the tree, its entry becomes free.
     """
 
     def __init__(self, num_entries: int, num_pages: int) -> None:
         self.num_entries = num_entries
-        self.hits = 0  # restored
+        self.hits = 0  # snapshots that were restored
         self.saved = 0
-        self.evicted = 0  # gave way to another, or went with their page
-        self._has = np.zeros(num_pages, dtype=np.bool_)  # by page
+        self.evicted = 0  # snapshots that were replaced by others, or dropped with their page
+        self._has = np.zeros(num_pages, dtype=np.bool_)  # by page: True if it has a snapshot
         self._entries: OrderedDict[int, int] = OrderedDict()  # by page, least recently used first
         self._free = list(range(num_entries))[::-1]
 
@@ -43,7 +43,7 @@ class SnapshotStore:
         return page in self._entries
 
     def find(self, pages: Int32Array) -> int:
-        """Return how many of a prefix's pages, from its first, end with a snapshot; 0: none does."""
+        """Return the number of pages up to the last one with a snapshot; 0 if none has one."""
         held = np.flatnonzero(self._has[pages])
         return int(held[-1]) + 1 if len(held) else 0
 
@@ -56,7 +56,7 @@ class SnapshotStore:
     def add(self, page: int) -> int:
         """Return an entry for the state behind this page: a free one, or that of the least recently used snapshot.
 
-        BrokenInvariant if the page has a snapshot.
+        BrokenInvariant if the page already has a snapshot.
         """
         require(page not in self._entries, f"page {page} has a snapshot already")
         if not self._free:
@@ -68,26 +68,26 @@ class SnapshotStore:
         return entry
 
     def discard(self, page: int) -> None:
-        """Forget the snapshot behind this page, if there is one."""
+        """Drop the snapshot behind this page, if there is one."""
         entry = self._entries.pop(page, None)
         if entry is not None:
             self._free.append(entry)
             self._has[page] = False
 
     def discard_entries(self, entries: Iterable[int]) -> None:
-        """Forget the snapshots in these entries, which were never written."""
+        """Drop the snapshots in these entries, which were never written."""
         unwritten = set(entries)
         for page in [page for page, entry in self._entries.items() if entry in unwritten]:
             self.discard(page)
 
     def pages(self) -> list[int]:
-        """Return the pages that have a snapshot, the least recently used first; for checks."""
+        """Return the pages with a snapshot, least recently used first; for checks."""
         return list(self._entries)
 
-    # ---- what the tree tells ----
+    # ---- as observer of the tree ----
 
     def stored(self, parent: int | None, tokens: Int32Array, pages: Int32Array, salt: bytes) -> None:
-        """A page comes without a snapshot."""
+        pass  # a new page has no snapshot yet
 
     def removed(self, pages: Int32Array) -> None:
         for page in pages[self._has[pages]].tolist():

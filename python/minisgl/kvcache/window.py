@@ -1,10 +1,10 @@
-"""Pages of the layers that attend to a window: their own pool, which a long sequence leaves behind.
+"""Pool of pages for the layers that attend to a window, which give back pages behind the window.
 
-Layers with a window form a group with page ids and a page table of its own, whose rows have an entry for each entry of
-the full group's. A running request holds the pages that its next query can see, and gives back those behind. What it
-shares goes into the prefix cache: beside a cached page of the full group there may be a windowed page, which is evicted
-by itself, least recently used first. So a cached prefix may lack windowed pages, and is of use up to a point only if
-the window before that point is there. This is policy on page numbers, as in `kvcache.pages`: NumPy only.
+These layers form a group with page numbers and a page table of its own, whose rows have an entry for each entry of the
+full group's. A running request holds the pages that its next query can see, and gives back earlier ones. In the prefix
+cache, a cached page of the full group may have a windowed page, which is evicted separately, least recently used first.
+So a cached prefix may lack windowed pages, and can be used up to a position only if the window before that position is
+cached. This is policy on page numbers, as in `kvcache.pages`: NumPy only.
 """
 
 from __future__ import annotations
@@ -20,54 +20,56 @@ from minisgl.kvcache.base import empty_pages, require
 from minisgl.kvcache.pages import OutOfPages, PageAllocator
 
 ABSENT = -1  # in place of a windowed page
-_LOOKED_AT = 64  # pages at a time that may be evicted
-# Tokens of a sequence that the pools are shared out for: this share of the context, up to so many, or so many windows.
+_LOOKED_AT = 64  # pages of the eviction queue that are examined at a time
+# Length of the usual sequence, from which the sizes of the two pools follow: this share of the context, but at most
+# USUAL_LEN tokens and at least USUAL_WINDOWS windows.
 USUAL_SHARE, USUAL_LEN, USUAL_WINDOWS = 1 / 8, 4096, 4
 
 
 @dataclass(frozen=True, slots=True)
 class WindowGroup:
-    """Layers with a window, and their pages."""
+    """The group of layers with a window."""
 
-    window: int  # the longest: positions that a query attends to, its own included
+    window: int  # longest window: number of positions that a query attends to, its own included
     num_pages: int
 
 
 def pages_behind(window: int, page_size: int) -> int:
-    """Return how many pages before a query's own it may see: windows of 8 tokens reach back 2 pages of 4."""
+    """Return how many pages before its own a query may see: a window of 8 tokens reaches back 2 pages of 4."""
     return pages_for(window - 1, page_size)
 
 
 def leaves_pages_behind(windows: Sequence[int], page_size: int, context_len: int) -> bool:
-    """Return True if a sequence can grow so long that layers with these windows no longer see its first page."""
+    """Return True if a sequence can become so long that layers with these windows no longer see its first page."""
     return bool(windows) and pages_behind(max(windows), page_size) + 1 < pages_for(context_len, page_size)
 
 
 def usual_ratio(window: int, page_size: int, context_len: int) -> float:
-    """Return the windowed pages for each page of the full group with which both run out at once.
+    """Return the ratio of windowed to full pages with which both pools run out at the same time.
 
-    That is for sequences of the usual length: an eighth of the context, but at most 4096 tokens and at least 4 windows.
-    Such a sequence holds a full page for each page_size tokens, and the windowed pages of a window. A window of 1024 in
-    a context of 32k, pages of 16: sequences of 4096 tokens hold 65 windowed and 256 full pages, so 0.254.
+    It is for sequences of the usual length: an eighth of the context, but at most 4096 tokens and at least 4 windows.
+    Such a sequence holds a full page for each page_size tokens, and the windowed pages of one window. With a window of
+    1024, a context of 32k and pages of 16, sequences of 4096 tokens hold 65 windowed and 256 full pages: 0.254.
     """
     usual = min(context_len, max(min(USUAL_LEN, int(USUAL_SHARE * context_len)), USUAL_WINDOWS * window))
     return min((pages_behind(window, page_size) + 1) / pages_for(usual, page_size), 1.0)
 
 
 def windowed_pages(num_pages: int, ratio: float, window: int, page_size: int, max_prefill_tokens: int) -> int:
-    """Return the windowed group's pages beside `num_pages` of the full group: a share of these, and room for chunks.
+    """Return the number of windowed pages for `num_pages` full ones: the ratio's share, and room for chunks.
 
-    All tokens that a step prefills need windowed pages, since a chunk is written before it is behind any window. There
-    are at least as many as a sequence needs alone, and never more than of the full group.
+    All prefill tokens of a step need windowed pages, because a chunk is written before it is behind any window. There
+    are at least as many pages as one sequence needs, and never more than in the full group.
     """
     shared = max(math.ceil(num_pages * ratio), pages_behind(window, page_size) + 2)
     return min(num_pages, shared + pages_for(max_prefill_tokens, page_size))
 
 
 class WindowPool:
-    """All windowed pages. Each is free, held by one request, or beside a cached page of the full group.
+    """All windowed pages. Each is free, owned by one request, or belongs to a cached page of the full group.
 
-    Implements kvcache.base.CacheObserver: when a page leaves the cache, the one beside it is freed.
+    Implements kvcache.base.CacheObserver: when a full page leaves the cache, its windowed page is freed. "Cached" pages
+    in arguments are page numbers of the full group.
     """
 
     def __init__(self, group: WindowGroup, num_full_pages: int) -> None:
@@ -75,14 +77,14 @@ class WindowPool:
         self.allocator = PageAllocator(group.num_pages)
         self.evicted = 0  # pages that the cache gave up for requests, since the start
         # By page of the full group:
-        self._beside: Int32Array = np.full(num_full_pages, ABSENT, dtype=np.int32)
+        self._window_page: Int32Array = np.full(num_full_pages, ABSENT, dtype=np.int32)
         self._locks = np.zeros(num_full_pages, dtype=np.int32)
         self._used_at = np.zeros(num_full_pages, dtype=np.int64)
         self._clock = 0
         self._cached = 0
         self._locked = 0
-        # Pages of the full group in the order of eviction, when it was last sorted, and their times then. Whichever was
-        # used, locked or forgotten since is passed over; all others are older than whatever has come since.
+        # Full pages in the order of eviction, as last sorted, and their times of use then. Pages that have been used,
+        # locked or dropped since are skipped; all others are older than any page that was used since.
         self._queue = np.empty(0, dtype=np.intp)
         self._queued_at = np.empty(0, dtype=np.int64)
 
@@ -96,12 +98,12 @@ class WindowPool:
 
     @property
     def locked_pages(self) -> int:
-        """Cached pages that requests hold."""
+        """Cached pages that requests have locked."""
         return self._locked
 
     @property
     def available(self) -> int:
-        """Pages that `allocate` can give: those that are free, and those of the cache that nobody locks."""
+        """Pages that `allocate` can give: free ones, and cached ones that are not locked."""
         return self.allocator.num_free + self._cached - self._locked
 
     # ---- pages of requests ----
@@ -121,20 +123,20 @@ class WindowPool:
 
     # ---- pages of the cache ----
 
-    def beside(self, cached: Int32Array) -> Int32Array:
-        """Return the windowed page beside each cached page, or ABSENT."""
-        found: Int32Array = self._beside[cached]
+    def window_pages(self, cached: Int32Array) -> Int32Array:
+        """Return the windowed page of each cached page, or ABSENT."""
+        found: Int32Array = self._window_page[cached]
         return found
 
     def adopt(self, cached: Int32Array, pages: Int32Array) -> Int32Array:
-        """Take windowed pages for cached ones that have none; return the others, which stay the caller's.
+        """Give windowed pages to the cached pages that have none; return the others, which stay the caller's.
 
-        `pages` are those of a sequence from its beginning, ABSENT where the caller owns none. `cached` are the full
-        group's pages of the same places, as many as are cached. The pages taken become the most recently used.
+        `pages` are the windowed pages of a sequence from its start, ABSENT where the caller owns none; `cached` are the
+        cached pages of its first tokens. The pages taken become the most recently used.
         """
         given = pages[: len(cached)]
-        taken = (given != ABSENT) & (self._beside[cached] == ABSENT)
-        self._beside[cached[taken]] = given[taken]
+        taken = (given != ABSENT) & (self._window_page[cached] == ABSENT)
+        self._window_page[cached[taken]] = given[taken]
         self._cached += int(taken.sum())
         self.use(cached[taken])
         left: Int32Array = np.concatenate([given[~taken], pages[len(cached) :]])
@@ -142,66 +144,66 @@ class WindowPool:
         return kept
 
     def put(self, cached: Int32Array, pages: Int32Array) -> None:
-        """Put windowed pages beside cached ones, in place of what is there, which nobody locks."""
+        """Give windowed pages to cached ones, whose former windowed pages must not be locked and are freed."""
         self.drop(cached)
-        self._beside[cached] = pages
+        self._window_page[cached] = pages
         self._cached += len(cached)
         self.use(cached)
 
     def is_locked(self, cached: Int32Array) -> bool:
-        """Return True if somebody locks a windowed page beside one of these."""
+        """Return True if the windowed page of one of these is locked."""
         return bool(self._locks[cached].any())
 
     def use(self, cached: Int32Array) -> None:
-        """Make the windowed pages beside these the most recently used, the last of them the most."""
+        """Make the windowed pages of these the most recently used, the last one most."""
         self._used_at[cached] = self._clock + np.arange(len(cached))
         self._clock += len(cached)
 
     def lock(self, cached: Int32Array) -> None:
-        """Keep the windowed pages beside these from eviction; none is absent, and none is named twice."""
-        require(bool((self._beside[cached] != ABSENT).all()), "a windowed page that is absent is locked")
+        """Lock the windowed pages of these against eviction; none may be absent or named twice."""
+        require(bool((self._window_page[cached] != ABSENT).all()), "a windowed page that is absent is locked")
         self._locked += int((self._locks[cached] == 0).sum())
         self._locks[cached] += 1
 
     def unlock(self, cached: Int32Array) -> None:
-        """Take back a lock of each, which is a use. A page that several requests share may be named as often."""
+        """Undo one lock for each time that a page is named, which counts as a use."""
         np.subtract.at(self._locks, cached, 1)
         require(bool((self._locks[cached] >= 0).all()), "a windowed page is unlocked that was not locked")
         self._locked -= len(np.unique(cached[self._locks[cached] == 0]))
         self.use(cached)
 
     def drop(self, cached: Int32Array) -> None:
-        """Free what stands beside these pages, which nobody locks."""
+        """Free the windowed pages of these, which must not be locked."""
         require(not self.is_locked(cached), "a windowed page that is locked is to be freed")
-        pages = self.beside(cached)
+        pages = self.window_pages(cached)
         pages = pages[pages != ABSENT]
-        self._beside[cached] = ABSENT
+        self._window_page[cached] = ABSENT
         self._cached -= len(pages)
         self.allocator.free(pages)
 
     def stored(self, parent: int | None, tokens: Int32Array, pages: Int32Array, salt: bytes) -> None:
-        pass  # a request puts its windowed pages there itself
+        pass  # requests give their windowed pages with `put` and `adopt`
 
     def removed(self, pages: Int32Array) -> None:
         self.drop(pages)
 
     def cleared(self) -> None:
-        self.drop(np.flatnonzero(self._beside != ABSENT).astype(np.int32))
+        self.drop(np.flatnonzero(self._window_page != ABSENT).astype(np.int32))
 
     def drop_unlocked(self, cached: Int32Array) -> None:
-        """Free what stands beside these pages and is not locked."""
+        """Free the windowed pages of these that are not locked."""
         self.drop(cached[self._locks[cached] == 0])
 
     def _evict(self, num_pages: int) -> None:
-        """Free the least recently used pages that nobody locks; there are so many."""
+        """Free the `num_pages` least recently used windowed pages that are not locked; there are enough."""
         self.evicted += num_pages
         while num_pages > 0:
             if len(self._queue) == 0:
-                unlocked = np.flatnonzero((self._beside != ABSENT) & (self._locks == 0))
+                unlocked = np.flatnonzero((self._window_page != ABSENT) & (self._locks == 0))
                 self._queue = unlocked[np.argsort(self._used_at[unlocked], kind="stable")]
                 self._queued_at = self._used_at[self._queue]
             first = self._queue[: max(num_pages, _LOOKED_AT)]
-            unused = (self._beside[first] != ABSENT) & (self._locks[first] == 0)
+            unused = (self._window_page[first] != ABSENT) & (self._locks[first] == 0)
             unused &= self._used_at[first] == self._queued_at[: len(first)]
             chosen = np.flatnonzero(unused)[:num_pages]
             self.drop(first[chosen].astype(np.int32))
@@ -217,11 +219,11 @@ class WindowPool:
         `cached`: all cached pages of the full group; `held`: all windowed pages that requests own.
         """
         self.allocator.check()
-        beside = self._beside[cached]
+        beside = self._window_page[cached]
         beside = beside[beside != ABSENT]
-        require(len(beside) == int((self._beside != ABSENT).sum()), "a windowed page stands beside one not cached")
+        require(len(beside) == int((self._window_page != ABSENT).sum()), "a windowed page stands beside one not cached")
         require(len(beside) == self._cached, f"{self._cached} windowed pages are counted, {len(beside)} are cached")
-        locked = (self._locks > 0) & (self._beside != ABSENT)
+        locked = (self._locks > 0) & (self._window_page != ABSENT)
         require(int(locked.sum()) == self._locked, f"{self._locked} locked windowed pages are counted")
         require(int((self._locks > 0).sum()) == self._locked, "a windowed page is locked that is absent")
         owned = np.concatenate([self.allocator.free_pages(), beside, empty_pages() if held is None else held])

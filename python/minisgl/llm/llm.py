@@ -36,7 +36,7 @@ from minisgl.models.hub import find_model
 from minisgl.pooling.pooling_config import NO_TEXT, NO_VECTORS, PoolingConfig
 from minisgl.pooling.vectors import Float32Array, activated, check_dimensions, cosine, embedding
 from minisgl.progress import progress_bar
-from minisgl.scheduler.loop import make_loop, reuses_prefixes
+from minisgl.scheduler.assembly import make_loop, reuses_prefixes
 from minisgl.seeds import choice_seed, random_seed
 from minisgl.structured_output.matcher import GrammarMatchers
 from minisgl.structured_output.translate import named_tokens

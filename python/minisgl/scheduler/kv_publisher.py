@@ -1,8 +1,8 @@
-"""Publisher of KV events over ZeroMQ, in vLLM's wire format, so that its subscribers read ours.
+"""Publisher of KV events over ZeroMQ, in vLLM's wire format, so that vLLM's subscribers can read them.
 
 Each batch is a message of a PUB socket: topic, sequence number (8 bytes, big-endian), msgpack. A subscriber that missed
-some asks the replay ROUTER with the number it wants to begin at, and gets [number, msgpack] for each batch that is
-still kept, and in the end the number -1.
+batches sends the first number that it wants to the replay ROUTER, and gets [number, msgpack] for each batch that is
+still kept, then the number -1.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from minisgl.kvcache.events import EventBatch, EventRecorder
 logger = logging.getLogger(__name__)
 
 END = (-1).to_bytes(8, "big", signed=True)
-REPLAY_SECONDS = 5.0  # for a subscriber to take a message of its replay, before it is given up
+REPLAY_SECONDS = 5.0  # for a subscriber to take a message of its replay, before the replay is given up
 
 
 class KVPublisher:
-    """Publishes what `recorder` has collected; one thread calls it. ConfigError for an endpoint that cannot be used."""
+    """Publishes the events of `recorder`; called by one thread. ConfigError for an endpoint that cannot be used."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], config: KVEventsConfig, page_size: int) -> None:
         self.recorder = EventRecorder(page_size)
@@ -55,7 +55,7 @@ class KVPublisher:
 
 
 class Replay:
-    """Keeps the last batches, and answers who asks for them, in a thread of its own."""
+    """Keeps the last batches, and sends them to subscribers that ask, in a thread of its own."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, num_batches: int) -> None:
         self._batches: deque[tuple[bytes, bytes]] = deque(maxlen=num_batches)
@@ -74,7 +74,7 @@ class Replay:
         while True:
             request = self._socket.recv_multipart()
             if len(request) != 3 or request[1] or len(request[2]) != 8:
-                logger.warning("a replay of KV events was asked for in %d parts, or without 8 bytes", len(request))
+                logger.warning("a malformed request for a replay of KV events, in %d parts, is ignored", len(request))
                 continue
             client, _, start = request
             with self._lock:
@@ -87,7 +87,7 @@ class Replay:
 
 
 def open_socket(socket: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> None:
-    """Bind or connect; ConfigError if that is not possible."""
+    """Bind or connect the socket; ConfigError if that fails."""
     socket.set(zmq.LINGER, 0)
     socket.set(zmq.IPV6, int(endpoint.startswith("tcp://[")))
     try:

@@ -1,7 +1,7 @@
-"""Requests from their arrival to their end: every transition that `request` draws is made here.
+"""Requests from their arrival to their end: makes every state transition that the docstring of `request` draws.
 
-Whatever ends a request only marks it; slots, pages and locks are given back by `retire`, and only after the last step
-that names them is complete.
+`end` only marks a request; `retire` gives back its slot, pages and locks once the last step that names them is
+complete.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from minisgl.core import FinishReason, IndexArray, Int32Array
 from minisgl.kvcache.base import CacheHandle
 from minisgl.message.engine_state import SequenceState
 from minisgl.message.to_detokenizer import End, Open, StepOutput
-from minisgl.scheduler.request import Request, RequestState, WaitingQueue, sequence_state
+from minisgl.scheduler.request import Request, RequestState, sequence_state
 from minisgl.scheduler.request_pages import RequestPages
 from minisgl.scheduler.state_snapshots import StateSnapshots
 from minisgl.scheduler.table import SlotTable
+from minisgl.scheduler.waiting_queue import WaitingQueue
 
 
 class RequestLifecycle:
-    """All requests by their state, and the report of those that began and ended."""
+    """All requests by state, and the report of those that began and ended."""
 
     def __init__(
         self, policy: SchedulePolicy, table: SlotTable, pages: RequestPages, snapshots: StateSnapshots | None
@@ -36,14 +37,14 @@ class RequestLifecycle:
         self.running_slots: IndexArray = np.empty(0, dtype=np.intp)  # slots of `running`, rebuilt when it changes
         self._retiring: list[int] = []  # slots of ended requests that a step in flight may still name
         self._by_seq_id: dict[int, Request] = {}
-        self.report = StepOutput()  # the next
+        self.report = StepOutput()  # events since the last `take_report`
         self.retractions = 0
         self._prefix_tokens_queried = 0  # prompt tokens of all requests that entered
-        self._prefix_tokens_hit = 0  # tokens of these that were found in the cache
+        self._prefix_tokens_hit = 0  # of these, tokens found in the cache
 
     @property
     def has_work(self) -> bool:
-        """True if something waits, runs, or has to be given back."""
+        """True if a request waits or runs, or an ended one still holds its slot."""
         return bool(self.waiting or self.running or self._retiring or self.report.ended)
 
     def find(self, seq_id: int) -> Request | None:
@@ -51,12 +52,12 @@ class RequestLifecycle:
         return self._by_seq_id.get(seq_id)
 
     def add(self, request: Request) -> None:
-        """Let a new request wait."""
+        """Add a new request to the waiting queue."""
         self._by_seq_id[request.seq_id] = request
         self.waiting.add(request)
 
     def enter(self, request: Request, prefix: CacheHandle) -> Int32Array | None:
-        """Give a waiting request, whose pages are reserved, a slot; return the windowed pages of its prefix, if any."""
+        """Give a slot to a request whose pages are reserved; return the windowed pages of its prefix, if any."""
         if request.state is RequestState.WAITING:
             self._report_open(request, prefix.cached_len)
             self._prefix_tokens_queried += len(request.token_ids)
@@ -72,7 +73,7 @@ class RequestLifecycle:
         return window_pages
 
     def retract(self, request: Request) -> None:
-        """Take everything from a running request; it waits again with the tokens it has. Nothing is in flight."""
+        """Take slot and pages from a running request, which waits again with its tokens. No step may be in flight."""
         slot = request.slot
         request.token_ids = self._table.tokens[slot, : self._table.known_len[slot]].copy()
         request.state = RequestState.RETRACTED
@@ -85,7 +86,7 @@ class RequestLifecycle:
     def end(
         self, request: Request, reason: FinishReason, stop_token: int | None = None, *, excluded: bool = False
     ) -> None:
-        """Mark the request as ended. What it holds is given back by `retire`."""
+        """Mark the request as ended; `retire` gives back what it holds."""
         del self._by_seq_id[request.seq_id]
         self.report.ended.append(End(request.seq_id, reason, stop_token, excluded))
         if request.state is RequestState.RUNNING:
@@ -98,7 +99,7 @@ class RequestLifecycle:
         request.state = RequestState.FINISHED
 
     def retire(self, completed_step: int) -> None:
-        """Give back slots, pages and locks of ended requests that no step behind this one names."""
+        """Give back slots, pages and locks of ended requests that no step after `completed_step` names."""
         if not self._retiring:
             return
         last_step = self._table.last_step
@@ -112,7 +113,7 @@ class RequestLifecycle:
         return report
 
     def counts(self) -> dict[str, int]:
-        """Return the number of requests by state, and what became of them."""
+        """Return the number of requests by state, and totals since the start."""
         return {
             "requests_waiting": len(self.waiting),
             "tokens_waiting": sum(len(request.token_ids) for request in self.waiting),
@@ -125,7 +126,7 @@ class RequestLifecycle:
         }
 
     def sequences(self, limit: int) -> list[SequenceState]:
-        """Return up to `limit` of those that run, by admission, and as many of those that wait."""
+        """Return up to `limit` running requests, oldest admission first, then up to `limit` waiting ones."""
         table = self._table
         running = map(table.request, self.running[:limit])
         found = [

@@ -1,69 +1,49 @@
-"""The step loop: scheduler decides, engine executes, and with overlap the host is one step behind the device.
+"""The step loop: the scheduler plans, the engine executes, and with overlap the host is one step behind the device.
 
-A step is two launches, forward and sampling. Only the sampling may wait for the host: where a grammar constrains some
-row, the tokens it may choose depend on those of the step before, so the host reads these and fills the grammar bitmask
-while the device works on the forward.
-
-With tensor parallelism rank 0 decides, and the others execute what they are sent: the same plans in the same order.
-The logits are gathered from all ranks, so they are the same bits everywhere, and so is the token that each rank samples
-from them: no token has to be sent.
+A step is two launches, forward and sampling. Only the sampling may wait for the host: if a grammar constrains a row,
+its allowed tokens depend on the tokens of the step before, so the host reads these and fills the grammar bitmask while
+the device works on the forward.
 """
 
 from __future__ import annotations
 
-import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter, process_time, sleep
-from typing import Protocol, TypeVar
+from typing import Protocol
 
-from minisgl.config import SchedulerConfig
 from minisgl.core import Batch, DeviceOutOfMemory, Int32Array, PendingStep
-from minisgl.kvcache import make_cache
-from minisgl.kvcache.base import CacheObserver
-from minisgl.kvcache.snapshots import SnapshotStore
-from minisgl.kvcache.window import WindowGroup, WindowPool
-from minisgl.limits import Limits
 from minisgl.message.control import Progress
-from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_detokenizer import StepOutput
-from minisgl.message.to_scheduler import Bitmask, ToRank
-from minisgl.models.config.model_config import ModelConfig
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.step_trace import StepTrace
-from minisgl.step_cost import StepCost
-from minisgl.structured_output.protocol import Grammars
 
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-COMPILE_POLL = 5e-4  # seconds between looks at a grammar that is being compiled, when there is nothing else to do
-MAX_IN_FLIGHT = 4  # steps that a following rank launches ahead of its device
+COMPILE_POLL = 5e-4  # seconds between polls of a grammar that is being compiled, when there is nothing else to do
 
 
 class StepEngine(Protocol):
-    """Executor of plans: the Engine, all ranks together, or a simulation.
+    """Executor of plans: the Engine, the LeadingEngine of several ranks, or a simulation.
 
-    Where the device has too little memory for a step, DeviceOutOfMemory comes from a launch or from the result.
+    If the device has too little memory for a step, a launch or the result raises DeviceOutOfMemory.
     """
 
     @property
     def bitmask(self) -> Int32Array:
-        """Memory for a step's grammar bitmask, one for all steps: [rows, ceil(vocab_size / 32)].
+        """Memory for the grammar bitmask of one step: [rows, ceil(vocab_size / 32)].
 
-        Bit i of word w says that the row may choose id 32 w + i. It may be written when all steps before are complete.
+        Bit i of word w says that the row may choose id 32 w + i. It may be overwritten once all steps before are
+        complete.
         """
 
     def forward(self, batch: Batch) -> None:
-        """Launch a step's forward behind what was launched before, and return at once."""
+        """Launch a step's forward after the earlier launches, and return at once."""
 
     def sample(self, batch: Batch, bitmask: Int32Array | None = None) -> PendingStep:
         """Launch the sampling of the step whose forward was launched last, and return at once.
 
-        `bitmask`: the beginning of `self.bitmask`, a row for each that samples, if the step is constrained.
+        `bitmask`: the first rows of `self.bitmask`, one for each row that samples, if the step is constrained.
         """
 
 
@@ -76,7 +56,7 @@ class _Launched:
 
 @dataclass(slots=True)
 class StepCounts:
-    """Steps that a rank has begun to launch, and those that it has finished, for whoever watches it."""
+    """Number of steps that a rank has begun to launch and has finished, for the supervisor's hang detection."""
 
     begun: int = 0
     finished: int = 0
@@ -89,9 +69,9 @@ class StepCounts:
 class StepLoop:
     """Launches step n + 1 before it reads the tokens of step n (`overlap`), or after.
 
-    `clock` counts seconds. A step ran from its launch, or from the end of the step before it, to its own end.
-    `retries`: the requests of a step for which the device had too little memory go on in smaller ones. With several
-    ranks they cannot: the others may wait in a collective for the one that failed.
+    `clock` counts seconds; a step's time is from its launch, or the end of the step before if that is later, to its
+    end. `retries`: if the device had too little memory for a step, its requests continue in smaller steps. That is
+    impossible with several ranks, because the others may wait in a collective for the one that failed.
     """
 
     def __init__(
@@ -112,7 +92,7 @@ class StepLoop:
         self._in_flight: deque[_Launched] = deque()
         self._clock = clock
         self._completed_at = 0.0
-        self.trace: StepTrace | None = None  # while somebody looks
+        self.trace: StepTrace | None = None  # set while the glass box is watched
         self._failure: DeviceOutOfMemory | None = None  # failure of a step that cannot be taken back
 
     @property
@@ -120,9 +100,9 @@ class StepLoop:
         return bool(self._in_flight) or self.scheduler.has_work
 
     def step(self) -> StepOutput:
-        """Launch a step if one can be planned, then finish the oldest beyond the depth of the overlap.
+        """Launch a step if one can be planned, then complete the oldest step if more are in flight than overlap allows.
 
-        With overlap, two sequences of which the second ends by its stop token, found a step late:
+        With overlap, two sequences, the second of which ends by its stop token, found a step late:
 
         | call | launches            | completes                                          |
         |------|---------------------|----------------------------------------------------|
@@ -131,7 +111,7 @@ class StepLoop:
         | 3    | step 2: 1 and 2     | step 1: the token of 2 ends it                     |
         | 4    | step 3: 1           | step 2: drops the token of 2, gives its slot back  |
 
-        DeviceOutOfMemory if a step failed and is not to be retried; every later call raises it again.
+        DeviceOutOfMemory if a step failed and cannot be retried; every later call raises it again.
         """
         if self._failure is not None:
             raise self._failure
@@ -157,7 +137,7 @@ class StepLoop:
             self._complete_oldest()
 
     def _take_back(self) -> None:
-        """Complete the steps before the one that failed; undo it and those behind."""
+        """Complete the steps before the one that failed; undo that one and all later ones."""
         with suppress(DeviceOutOfMemory):
             while self._in_flight:
                 self._complete_oldest()
@@ -182,121 +162,10 @@ class StepLoop:
     def _complete_oldest(self) -> None:
         oldest = self._in_flight[0]
         result = oldest.pending()
-        self._in_flight.popleft()  # not before: Ctrl-C may end the wait
+        self._in_flight.popleft()  # after the wait, which Ctrl-C may interrupt
         self.counts.finished = oldest.batch.step + 1
         begin, self._completed_at = max(oldest.at, self._completed_at), self._clock()
         self.scheduler.record(oldest.batch, self._completed_at - begin)
         if self.trace is not None:
             self.trace.add(oldest.batch, self.scheduler.seq_ids(oldest.batch), begin, self._completed_at)
         self.scheduler.complete(oldest.batch, result)
-
-
-class LeadingEngine:
-    """Rank 0's engine, with the other ranks in tow."""
-
-    def __init__(self, engine: StepEngine, followers: Sequence[Outbox[ToRank]]) -> None:
-        self._engine = engine
-        self._followers = followers
-
-    @property
-    def bitmask(self) -> Int32Array:
-        return self._engine.bitmask
-
-    def forward(self, batch: Batch) -> None:
-        self._send(batch)
-        self._engine.forward(batch)
-
-    def sample(self, batch: Batch, bitmask: Int32Array | None = None) -> PendingStep:
-        if bitmask is not None:
-            self._send(Bitmask(bitmask))
-        return self._engine.sample(batch, bitmask)
-
-    def _send(self, message: ToRank) -> None:
-        for follower in self._followers:
-            follower.send(message)
-
-
-def follow(engine: StepEngine, inbox: Inbox[ToRank], counts: StepCounts) -> None:
-    """Execute the plans of rank 0 for ever."""
-    in_flight: deque[PendingStep] = deque()
-    while True:
-        batch = _expect(Batch, inbox.receive())
-        counts.begun = batch.step + 1
-        engine.forward(batch)
-        bitmask = None
-        if batch.constrained:
-            words = _expect(Bitmask, inbox.receive()).words
-            # Memory for the bitmask is free when the steps before are complete.
-            while in_flight:
-                in_flight.popleft()()
-            bitmask = engine.bitmask[: len(words)]
-            bitmask[:] = words
-        in_flight.append(engine.sample(batch, bitmask))
-        if len(in_flight) > MAX_IN_FLIGHT:
-            in_flight.popleft()()
-
-
-def _expect(kind: type[T], message: ToRank) -> T:
-    """Return the message; RuntimeError if rank 0 sent another kind: a bitmask stands right behind its plan."""
-    if not isinstance(message, kind):
-        raise RuntimeError(f"rank 0 sent {type(message).__name__} in place of {kind.__name__}")
-    return message
-
-
-class SchedulableEngine(StepEngine, Protocol):
-    """Engine with the facts that a scheduler for it must know."""
-
-    page_size: int
-    num_pages: int
-    num_slots: int
-    num_snapshots: int  # snapshots of a hybrid model's states
-    window: WindowGroup | None  # layers with pages of their own
-    limits: Limits
-    step_cost: StepCost | None
-
-
-def reuses_prefixes(config: SchedulerConfig, model: ModelConfig) -> bool:
-    """Return True if prompts are to begin with what is cached of earlier ones."""
-    return config.cache == "radix" and (model.pooling is None or model.pooling.reuses_prefixes)
-
-
-def make_loop(
-    config: SchedulerConfig,
-    engine: SchedulableEngine,
-    model: ModelConfig,
-    followers: Sequence[Outbox[ToRank]] = (),
-    grammars: Grammars | None = None,
-    observer: CacheObserver | None = None,
-) -> StepLoop:
-    """Make the step loop of rank 0, which sends every plan to `followers`. Without `grammars` it serves none.
-
-    `observer` learns which prefixes are cached.
-    """
-    cache, snapshots = config.cache, None
-    if not reuses_prefixes(config, model) and cache == "radix":
-        logger.info("no prefix is reused: a mean needs the states of all tokens")
-        cache = "naive"
-    if model.is_hybrid and cache == "radix":
-        if engine.num_snapshots:
-            snapshots = SnapshotStore(engine.num_snapshots, engine.num_pages)
-        else:
-            logger.info("no prefix is reused: there is no room for snapshots of the recurrent layers' states")
-            cache = "naive"
-    windows = None if engine.window is None else WindowPool(engine.window, engine.num_pages)
-    observers = [told for told in (snapshots, windows, observer) if told is not None]
-    scheduler = Scheduler(
-        config,
-        cache=make_cache(cache, engine.page_size, *observers),
-        num_pages=engine.num_pages,
-        num_slots=engine.num_slots,
-        max_seq_len=engine.limits.max_seq_len,
-        eos_token_ids=model.eos_token_ids,
-        grammars=grammars,
-        cost=engine.step_cost,
-        pools=model.pooling is not None,
-        snapshots=snapshots,
-        windows=windows,
-    )
-    if not followers:
-        return StepLoop(scheduler, engine, overlap=config.overlap)
-    return StepLoop(scheduler, LeadingEngine(engine, followers), overlap=config.overlap, retries=False)

@@ -1,6 +1,6 @@
-"""The scheduler process of a rank: builds an engine, then decides (rank 0) or follows.
+"""The scheduler process of a rank: builds an engine, then plans steps (rank 0) or executes the plans of rank 0.
 
-Rank 0 is a server: it feeds the step loop from its inbox and tells the detokenizer what each step brought.
+Rank 0 feeds the step loop from its inbox and sends the outcome of each step to the detokenizer.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from minisgl.message.to_scheduler import Add, Stopped, ToRank, ToScheduler
 from minisgl.message.types import Abort, FlushCache, Flushed, ProcessCounts, Report, StatsRequest, unpack_ids
 from minisgl.models.config.load_config import load_engine_model
 from minisgl.process.worker import Worker
+from minisgl.scheduler.assembly import make_loop, reuses_prefixes
 from minisgl.scheduler.kv_publisher import KVPublisher
-from minisgl.scheduler.loop import StepCounts, StepLoop, follow, make_loop, reuses_prefixes
+from minisgl.scheduler.loop import StepCounts, StepLoop
+from minisgl.scheduler.ranks import follow
 from minisgl.scheduler.step_trace import StepTrace
 from minisgl.structured_output.matcher import GrammarMatchers
 from minisgl.tokenizer.files import load_tokenizer
@@ -28,12 +30,12 @@ logger = logging.getLogger(__name__)
 
 # Limits of the glass box (/debug/state).
 WATCH_SECONDS = 15.0  # after a query, during which steps are recorded for the next one
-MAX_SEQUENCES = 128  # most running sequences that are reported, and most waiting ones
-MAX_NODES = 192  # most nodes of the radix tree that are reported
+MAX_SEQUENCES = 128  # running sequences that are reported, and as many waiting ones
+MAX_NODES = 192  # nodes of the radix tree that are reported
 
 
 class SchedulerServer:
-    """Feeds the step loop from the inbox and tells the detokenizer what each step brought."""
+    """Feeds the step loop from the inbox and sends the outcome of each step to the detokenizer."""
 
     def __init__(
         self,
@@ -91,7 +93,7 @@ class SchedulerServer:
                 self._detokenizer.send(Flushed(message.query_id, self._scheduler.flush_cache()))
 
     def _state(self, since: int) -> EngineState:
-        """Return the state, with the steps after one; record steps from here on."""
+        """Return the state with the steps after number `since`, and record steps from now on."""
         loop, scheduler = self._loop, self._scheduler
         self._inspected = perf_counter()
         loop.trace = loop.trace or StepTrace()
@@ -105,8 +107,8 @@ class SchedulerServer:
 
 
 def run(worker: Worker) -> None:
-    """Run the scheduler process of rank `worker.index`: build the engine, then decide (rank 0) or follow."""
-    from minisgl.engine.device import join_ranks  # here: `SchedulerServer` serves engines without torch as well
+    """Run the scheduler process of rank `worker.index`: build the engine, then plan (rank 0) or follow."""
+    from minisgl.engine.device import join_ranks  # not above: `SchedulerServer` also serves engines without torch
     from minisgl.engine.engine import Engine
 
     config = worker.config
@@ -120,7 +122,7 @@ def run(worker: Worker) -> None:
     if worker.index == 0:
         if (kv_events := config.kv_events) is not None:
             kv_publisher = KVPublisher(context, kv_events, config.engine.page_size)
-        grammars.prepare()  # beside what the engine loads
+        grammars.prepare()  # in a thread, while the engine loads
     tp = join_ranks(config.engine, worker.index, worker.addresses)
     engine = Engine(
         config.engine,

@@ -1,7 +1,7 @@
 """Pages of running requests: promised at admission, allocated as the rows grow, shared by prefix, and given back.
 
 Pages are promised for a request's known tokens only, so the running requests can outgrow the pool: the scheduler then
-retracts one. What is available is free or can be evicted from the cache; a page put into the cache is not lost by it.
+retracts one. Available pages are those that are free and those that can be evicted from the cache.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from minisgl.scheduler.request import Request
 from minisgl.scheduler.table import SlotTable
 from minisgl.scheduler.window_rows import WindowRows
 
-WATERMARK = 0.02  # share of all pages that stays free at an admission, besides one page for each running request
+WATERMARK = 0.02  # share of all pages that must stay free at an admission, besides one page for each running request
 
 
 class RequestPages:
-    """Owner of the pools and the prefix cache. A request's locked place in the cache is `Request.prefix`.
+    """Owner of the page pools and the prefix cache. A request's locked prefix in the cache is `Request.prefix`.
 
-    Where some layers attend to a window, these have pages of their own (`_windows`); all others are the full group's.
+    Layers that attend to a window may have pages of their own (`_windows`); all other layers are the full group.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class RequestPages:
         windows: WindowPool | None = None,
         max_prefill_tokens: int = 0,
     ) -> None:
-        """`snapshots`: a prefix is of use only up to one of them. `max_prefill_tokens`: of a step, for `windows`."""
+        """`snapshots`: a prefix can be used only up to a snapshot. `max_prefill_tokens` of a step, for `windows`."""
         self._cache = cache
         self._snapshots = snapshots
         self._pool = PagePool(num_pages, cache)
@@ -50,12 +50,12 @@ class RequestPages:
 
     @property
     def unpromised(self) -> int:
-        """Pages, of each group, that are available and promised to nobody."""
+        """Number of pages that are available and not promised, in the group that has fewer."""
         return self._unpromised if self._windows is None else min(self._unpromised, self._windows.unpromised)
 
     @property
     def _unpromised(self) -> int:
-        """The full group's."""
+        """Number of pages of the full group that are available and not promised."""
         return self._pool.available - self._reserved
 
     def match(self, request: Request) -> CacheHandle:
@@ -71,32 +71,32 @@ class RequestPages:
         return self._cache.match(request.token_ids[: usable * self._page_size], request.salt)
 
     def cached_len(self, request: Request) -> int:
-        """Return how many of the request's tokens have K and V in the cache, whatever it can use of them."""
+        """Return how many of the request's tokens have K and V in the cache, even if it cannot use all of them."""
         return self._match_pages(request).cached_len
 
     def _match_pages(self, request: Request) -> CacheHandle:
-        # At least the last known token is computed, because its logits choose the next one; every token is, where its
-        # logits are wanted.
+        # The last known token is always computed, because its logits choose the next one. All tokens are computed if
+        # the prompt's log-probabilities are wanted.
         known = len(request.token_ids) - 1 if request.prompt_scored else 0
         return self._cache.match(request.token_ids[:known], request.salt)
 
     def is_being_prefilled(self, request: Request, cached_len: int, running: IndexArray) -> bool:
-        """Return True if a running request computes more of this one's tokens than the cache holds."""
+        """Return True if a running request's prefill covers more of this one's tokens than the cache has."""
         table, tokens = self._table, request.token_ids
         for slot in running[table.cached_len[running] < table.entry_len[running]].tolist():
             length = min(int(table.entry_len[slot]), len(tokens) - 1) // self._page_size * self._page_size
             if length <= cached_len or table.request(slot).salt != request.salt:
                 continue
-            # The first page beyond the cached ones decides.
+            # It is enough to compare the first page that is not cached.
             page = slice(0, cached_len + self._page_size)
             if np.array_equal(table.tokens[slot, page], tokens[page]):
                 return True
         return False
 
     def reserve(self, request: Request, prefix: CacheHandle, num_running: int) -> bool:
-        """Lock the prefix and promise pages for the other known tokens; False if too few would stay free.
+        """Lock the prefix and promise pages for the other known tokens; False if too few pages would stay free.
 
-        Beside running requests some must, so that they, and then this one, can grow for a while.
+        Some must stay free if other requests run, so that all of them can grow for a while (WATERMARK).
         """
         self._cache.lock(prefix)
         needed = pages_for(len(request.token_ids), self._page_size) - len(prefix.pages)
@@ -110,7 +110,7 @@ class RequestPages:
         return True
 
     def _reserve_window(self, request: Request, prefix: CacheHandle, num_running: int) -> bool:
-        """Do for the windowed group what `reserve` does."""
+        """Do the same for the windowed group, if there is one."""
         windows = self._windows
         if windows is None:
             return True
@@ -122,19 +122,19 @@ class RequestPages:
         return True
 
     def enter(self, request: Request, prefix: CacheHandle) -> Int32Array | None:
-        """Give the request a slot, behind `reserve`; return the windowed pages of its prefix, if there are such."""
+        """Give a slot to a request that has reserved pages; return the windowed pages of its prefix, if any."""
         slot = self._table.enter(request, prefix.pages)
         if self._windows is None:
             return None
         return self._windows.enter(slot, len(request.token_ids), prefix.pages)
 
     def missing(self, slots: IndexArray, new_len: Int32Array) -> Int32Array:
-        """Count the pages that each row lacks for this many tokens."""
+        """Return the number of pages that each row lacks for `new_len` tokens."""
         missing: Int32Array = -(-new_len // self._page_size) - self._table.num_pages[slots]
         return missing
 
     def allocate(self, slots: IndexArray, counts: Int32Array) -> Int32Array:
-        """Give the rows that cross a page boundary their pages; return Batch.new_pages."""
+        """Append counts[i] new pages to the row of slots[i]; return `Batch.new_pages`."""
         if not counts.any():
             return np.empty((0, 3), dtype=np.int32)
         crossing = counts > 0
@@ -148,10 +148,10 @@ class RequestPages:
         return entries if self._windows is None else self._windows.extend(entries)
 
     def planned(self, slots: IndexArray, new_len: Int32Array) -> None:
-        """Share the prefixes of rows whose prompts a planned step completes; give back what is behind their windows.
+        """Share the prompts that a planned step completes; give back the windowed pages behind the rows' windows.
 
-        Chunks of a windowed model are shared as they come: their pages are soon behind the window, and in the cache
-        they are kept as long as there is room.
+        With a windowed group every chunk is shared at once: its pages will soon be behind the window, and the cache can
+        keep them as long as there is room.
         """
         entry_len = self._table.entry_len[slots]
         shared = new_len == entry_len if self._windows is None else new_len <= entry_len
@@ -161,14 +161,16 @@ class RequestPages:
             self._windows.give_back_behind(slots, new_len >= entry_len)
 
     def share_prefix(self, request: Request, length: int) -> int | None:
-        """Put the first tokens, whose chunk is planned, into the cache: a later step may read what this writes.
+        """Put the request's first `length` tokens, whose last chunk is planned, into the cache; lock the new prefix.
 
-        Return the cached page that ends the last whole page of them; None if there is none.
+        The pages may be shared before they are written, because any reader runs in a later step. Return the cached page
+        of the last whole page of tokens; None if there is none.
 
-        Where another request came first with a longer part of them, this one keeps its own pages until it ends: its
-        row must not change under a running step. Locking the other's pages too must not take memory that admission
-        has promised, nor so much that this request could not go on alone; else nothing is put into the cache. Windowed
-        pages that the other's lack are this one's from then on; while they are locked, nothing is put there either.
+        If another request has put the same tokens there first, this one still keeps its own pages until it ends,
+        because its row must not change while a step reads it; the other's pages are locked in addition. Nothing is put
+        into the cache if that lock would take pages promised to other requests, or so many that this request could not
+        finish alone. Cached pages without a windowed page get this request's; nothing is put into the cache if
+        windowed pages that this would replace are locked.
         """
         assert request.prefix is not None
         whole = length // self._page_size
@@ -216,9 +218,9 @@ class RequestPages:
         table.leave(slot)
 
     def unwritten(self, request: Request, written: int) -> int | None:
-        """Return from which token on the request's own pages in the cache have no K and V, if so many are `written`.
+        """Return the first token whose page the request put into the cache but never wrote, if `written` tokens are.
 
-        None if all that it put there are. What others had put there before it is theirs.
+        None if all its own cached pages are written. Pages that others put there are not counted.
         """
         assert request.prefix is not None
         first = written // self._page_size
@@ -227,12 +229,12 @@ class RequestPages:
         return (first + int(own[0])) * self._page_size if len(own) else None
 
     def forget_windows(self, cached: Int32Array) -> None:
-        """Free windowed pages that were never written, beside these cached pages; who found them is retracted."""
+        """Free the windowed pages of these cached pages, which were never written; their readers are retracted."""
         if self._windows is not None:
             self._windows.pool.drop_unlocked(cached)
 
     def forget(self, request: Request, length: int) -> None:
-        """Take known tokens from the cache whose K and V were never written: those beyond the first `length`."""
+        """Remove the request's tokens beyond the first `length` from the cache: their K and V were never written."""
         self._pool.free(self._cache.forget(request.token_ids, length, request.salt))
 
     def tree(self, max_nodes: int) -> list[CacheNode]:
@@ -240,7 +242,7 @@ class RequestPages:
         return self._cache.tree(max_nodes)
 
     def flush_cache(self) -> int:
-        """Forget every cached prefix that is not locked; return the number of pages that it freed."""
+        """Remove every cached prefix that is not locked; return the number of freed pages."""
         return self._pool.flush_cache()
 
     def counts(self) -> dict[str, int]:
@@ -261,7 +263,7 @@ class RequestPages:
             self._windows.pool.check(self._cache.owned_pages(), self._windows.held())
 
     def check_idle(self) -> None:
-        """Raise if a page is lost, locked or promised although no request runs."""
+        """Raise BrokenInvariant or RuntimeError if a page is lost, locked or promised although no request runs."""
         self._pool.check_idle()
         if self._snapshots is not None:
             self._snapshots.check()
@@ -272,5 +274,5 @@ class RequestPages:
 
 
 def _headroom(num_running: int, num_pages: int) -> int:
-    """Return the pages of a pool to leave free at an admission beside so many running requests."""
+    """Return the number of pages that must stay free at an admission while `num_running` requests run."""
     return num_running + int(WATERMARK * num_pages) if num_running else 0

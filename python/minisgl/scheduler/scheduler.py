@@ -1,8 +1,8 @@
-"""The scheduler's decisions: admission, the plan of each step, and what follows when the device has too little memory.
+"""The scheduler's decisions: admission, the plan of each step, and the recovery if the device has too little memory.
 
-It knows no device: `schedule` makes plans and `complete` takes the tokens they brought, in the same order but not
-necessarily before the next plan is made (overlap). What they mean for their requests is in `step_results`, and a
-request's state changes in `lifecycle` alone.
+It knows no device: `schedule` makes plans and `complete` takes their tokens, in the same order but not necessarily
+before the next plan is made (overlap). `step_results` applies the tokens to their requests, and only `lifecycle`
+changes a request's state.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from minisgl.structured_output.protocol import Grammars, NoGrammars
 
 logger = logging.getLogger(__name__)
 
-MAX_FAILURES = 2  # small steps that fail although a request is alone in them: then it ends with an error
+MAX_FAILURES = 2  # small steps of a request alone that may fail before it ends with an error
 
 
 class Scheduler:
@@ -52,7 +52,7 @@ class Scheduler:
 
     Pages are promised for a request's known tokens only. When the running requests outgrow the pool, the youngest (the
     last to arrive, of the lowest priority) is retracted: its computed pages go to the cache, and it waits again with
-    the tokens it has. The oldest never is, so there is always progress.
+    its tokens. The oldest is never retracted, so there is always progress.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class Scheduler:
         snapshots: SnapshotStore | None = None,
         windows: WindowPool | None = None,
     ) -> None:
-        """`pools`: the model makes a vector of each prompt, which ends its request, and no token.
+        """`pools`: the model makes a vector of each prompt instead of tokens, which ends the request.
 
-        `snapshots`: the model has recurrent layers, and `cache` tells this store which pages it holds. `windows`: some
-        layers have pages of their own, and `cache` tells it the same.
+        `snapshots`: store for states of recurrent layers, if the model has such. `windows`: pages of layers that attend
+        to a window, if these have pages of their own. Both must be observers of `cache`.
         """
         self._pooling = pools
         self._limits = StepLimits(config.max_prefill_tokens, num_slots)
@@ -131,30 +131,30 @@ class Scheduler:
             self._requests.end(request, "length")  # there is nothing to compute
 
     def end(self, seq_id: int, reason: FinishReason) -> None:
-        """End a request from outside (abort, stop string). One that has ended already is passed over."""
+        """End a request for a reason outside of the scheduler (abort, stop string), unless it has ended already."""
         request = self._requests.find(seq_id)
         if request is not None:
             self._requests.end(request, reason)
 
     @property
     def has_work(self) -> bool:
-        """True if something waits, runs, or has to be given back."""
+        """True if a request waits or runs, or an ended one still holds its slot."""
         return self._requests.has_work
 
     @property
     def retractions(self) -> int:
-        """Number of times that a running request had to wait again."""
+        """Number of retractions since the start."""
         return self._requests.retractions
 
     @property
     def is_compiling(self) -> bool:
-        """True if some request may wait for nothing but its grammar."""
+        """True if a waiting request's grammar is still being compiled."""
         return any(_is_compiling(request) for request in self._requests.waiting)
 
     # --- a step is planned ------------------------------------------------------------------------------------
 
     def schedule(self) -> Batch | None:
-        """Plan the next step; None when nothing can run, or not before the steps in flight are complete."""
+        """Plan the next step; None if nothing can run, at least until the steps in flight are complete."""
         self._requests.retire(self._completed_step)
         if self._snapshots is not None:
             self._snapshots.save(len(self._requests.running))
@@ -166,7 +166,8 @@ class Scheduler:
         )
         new_rows = self._admit(chunks)
         running = self._requests.running_slots
-        remaining = table.remaining(running)  # less than `chunks` knows where one that waits wants a snapshot
+        # A snapshot that a waiting request wants may have made chunks shorter than `chunks` knows.
+        remaining = table.remaining(running)
         query_lens = np.minimum(self._batch_policy.query_lens(remaining, chunks), remaining)
         chosen = query_lens > 0
         if not chosen.any():
@@ -203,7 +204,7 @@ class Scheduler:
         return batch
 
     def fill(self, mask: Int32Array, batch: Batch) -> None:
-        """Write the tokens that a constrained plan's sampling rows may choose; all steps before it are complete."""
+        """Write the grammar bitmask of a constrained plan's sampling rows; all steps before it must be complete."""
         slots = batch.slots[batch.needs_sample].astype(np.intp)
         constrained = self._table.live[slots] & self._table.constrained(slots)
         rows = zip(slots.tolist(), constrained.tolist(), strict=True)
@@ -212,9 +213,9 @@ class Scheduler:
     # --- admission --------------------------------------------------------------------------------------------
 
     def _admit(self, chunks: Chunks) -> list[NewRow]:
-        """Move waiting requests to slots while the step has tokens for them and the pages last; add them to `chunks`.
+        """Give slots to waiting requests while the step has tokens and the pool has pages; add them to `chunks`.
 
-        Where a longer prompt fills the step, a short one may enter beside it, but not beside one of higher priority.
+        If a long prompt fills the step, a short one may still join it, unless the long one has higher priority.
         """
         table = self._table
         new_rows: list[NewRow] = []
@@ -234,7 +235,7 @@ class Scheduler:
             if waits and self._is_being_prefilled(request, prefix.cached_len):
                 continue
             highest = max(highest, request.priority)
-            remaining = min(len(request.token_ids), request.max_len - 1) - prefix.cached_len  # as the table counts it
+            remaining = min(len(request.token_ids), request.max_len - 1) - prefix.cached_len  # as `SlotTable.remaining`
             if not chunks.accepts(prefix.cached_len, remaining):
                 continue
             if not self._pages.reserve(request, prefix, len(self._requests.running)):
@@ -246,7 +247,7 @@ class Scheduler:
         return new_rows
 
     def _is_being_prefilled(self, request: Request, cached_len: int) -> bool:
-        """Return True if the request will find more of its tokens computed if it waits."""
+        """Return True if a running prefill will soon put more of the request's tokens into the cache."""
         if self._snapshots is not None:
             return self._snapshots.is_coming(request, cached_len, self._requests.running_slots)
         return self._pages.is_being_prefilled(request, cached_len, self._requests.running_slots)
@@ -269,49 +270,50 @@ class Scheduler:
         )
 
     def _make_room(self) -> bool:
-        """Make sure that every decode can have its next page. False: the steps in flight must be complete first.
+        """Retract requests until every decode can get its next page; False if steps in flight must complete first.
 
         Say pages have 4 tokens, and three requests of 16 tokens each hold 4 of the pool's 12 pages: each needs a fifth
-        page for its next token, and none is available. False, while a step in flight may yet end one of them. Then the
-        youngest is retracted: of its 4 pages the other two get one each, and it waits with its 16 tokens.
+        page for its next token, and none is available. The result is False while a step in flight may still end one of
+        them. Then the youngest is retracted: of its 4 pages the other two get one each, and it waits with its 16
+        tokens.
         """
         while True:
             running, table = self._requests.running_slots, self._table
             if len(running) <= self._pages.unpromised:
-                return True  # no decode needs more than one
+                return True  # a decode needs one page at most
             decodes = running[table.remaining(running) == 1]
             missing = self._pages.missing(decodes, table.cached_len[decodes] + 1)
-            # A prompt of one last token has its page promised already.
+            # These include prompts with one token left, whose page is promised already.
             promised = sum(table.request(slot).reserved_pages for slot in decodes[missing > 0].tolist())
             if int(missing.sum()) - promised <= self._pages.unpromised:
                 return True
             if self._completed_step < self._next_step - 1:
-                return False  # they may end requests, and they name the slots that would be retracted
+                return False  # steps in flight may end requests, and they name the slot that would be retracted
             youngest = max(map(table.request, self._requests.running), key=lambda request: request.precedence)
             self._requests.retract(youngest)
 
     # --- a step is complete -----------------------------------------------------------------------------------
 
     def complete(self, batch: Batch, result: StepResult[AnyArray]) -> None:
-        """Take what a step brought: a token or a vector for each row that samples, in row order, log-probabilities."""
+        """Apply a step's result: a token or vector for each row that samples, in row order, and log-probabilities."""
         self._results.take(batch, result)
         self._completed_step = batch.step
         self._limits.completed()
         self._requests.retire(self._completed_step)
 
     def record(self, batch: Batch, seconds: float) -> None:
-        """Take how long a completed step ran on the device: what the next ones hold may depend on it."""
+        """Tell the batch policy how long a completed step ran on the device."""
         self._batch_policy.record(batch, seconds)
 
     def take_back(self, batches: Sequence[Batch]) -> None:
-        """Undo plans that were not executed: of a step for which the device had too little memory, and of those behind.
+        """Undo plans that were not executed: the step for which the device had too little memory, and all later ones.
 
-        All steps before are complete, and nothing is in flight. The requests of these steps wait again, as after a
-        retraction, so that the device learns all of them anew; the oldest are the first to come back, to smaller
-        steps. A request that fails alone, in a small step, MAX_FAILURES times without a token in between ends with an
-        error.
+        All steps before must be complete. The requests of these steps are retracted, so that the device gets all their
+        rows anew; they come back in smaller steps, the oldest first. A request that fails alone in a small step,
+        MAX_FAILURES times without a token in between, ends with an error.
         """
         failed, table = batches[0], self._table
+        alone = table.request(int(failed.slots[0])) if is_small(failed) else None
         self.failed_steps += 1
         self._limits.lower(failed)
         logger.warning(
@@ -322,31 +324,8 @@ class Scheduler:
             table.cached_len[batch.slots] = batch.start_pos
         named = {slot for batch in batches for slot in batch.slots.tolist()}
         named |= {row.slot for batch in batches for row in batch.new_rows}
-        requests = [request for slot in sorted(named) if (request := table.requests[slot]) is not None]
-        # A prompt's pages are the cache's from the launch of its last chunk on. Those that were never written go back
-        # to it like the others, and are then forgotten. Whoever had found them there entered in one of these steps.
-        unwritten: list[tuple[Request, int]] = []
-        beside_unwritten: list[Int32Array] = []
-        for request in requests:
-            assert request.prefix is not None
-            written = int(table.cached_len[request.slot])
-            beside_unwritten.append(request.prefix.pages[written // table.page_size :])
-            length = self._pages.unwritten(request, written)
-            if length is not None:
-                table.cached_len[request.slot] = request.prefix.cached_len
-                unwritten.append((request, length))
-        alone = self._table.request(int(failed.slots[0])) if is_small(failed) else None
         self._completed_step = batches[-1].step
-        for request in requests:
-            if request.state is RequestState.RUNNING:
-                if int(table.known_len[request.slot]) > len(request.token_ids):
-                    request.failures = 0
-                self._requests.retract(request)
-        self._requests.retire(self._completed_step)
-        for pages in beside_unwritten:
-            self._pages.forget_windows(pages)
-        for request, length in unwritten:
-            self._pages.forget(request, length)
+        self._retract_unwritten([request for slot in sorted(named) if (request := table.requests[slot]) is not None])
         if self._snapshots is not None:
             self._snapshots.take_back(batches)
         if alone is not None and alone.state is RequestState.RETRACTED:
@@ -356,11 +335,40 @@ class Scheduler:
                 logger.error("the device has too little memory for request %(request_id)s alone", name, extra=name)
                 self._requests.end(alone, "error")
 
+    def _retract_unwritten(self, requests: Sequence[Request]) -> None:
+        """Retract requests, and remove their cached pages whose K and V were never written.
+
+        A prompt's pages are in the cache from the plan of its last chunk on. A retraction puts even unwritten ones
+        there, so they are removed afterwards. Requests that shared them entered in one of the undone steps, so they are
+        retracted too.
+        """
+        table = self._table
+        unwritten: list[tuple[Request, int]] = []
+        unwritten_pages: list[Int32Array] = []
+        for request in requests:
+            assert request.prefix is not None
+            written = int(table.cached_len[request.slot])
+            unwritten_pages.append(request.prefix.pages[written // table.page_size :])
+            length = self._pages.unwritten(request, written)
+            if length is not None:
+                table.cached_len[request.slot] = request.prefix.cached_len
+                unwritten.append((request, length))
+        for request in requests:
+            if request.state is RequestState.RUNNING:
+                if int(table.known_len[request.slot]) > len(request.token_ids):
+                    request.failures = 0
+                self._requests.retract(request)
+        self._requests.retire(self._completed_step)
+        for pages in unwritten_pages:
+            self._pages.forget_windows(pages)
+        for request, length in unwritten:
+            self._pages.forget(request, length)
+
     def report(self) -> StepOutput:
         """Return the events since the last report, at most one step's tokens among them."""
         return self._requests.take_report()
 
-    # --- what others may ask ----------------------------------------------------------------------------------
+    # --- state for reports and checks -------------------------------------------------------------------------
 
     def counts(self) -> dict[str, int]:
         """Return the number of pages and requests by state, for /server_info."""
@@ -377,7 +385,7 @@ class Scheduler:
         return found
 
     def sequences(self, limit: int) -> list[SequenceState]:
-        """Return up to `limit` of those that run, by admission, and as many of those that wait."""
+        """Return up to `limit` running requests, oldest admission first, then up to `limit` waiting ones."""
         return self._requests.sequences(limit)
 
     def tree(self, max_nodes: int) -> list[CacheNode]:
@@ -385,17 +393,17 @@ class Scheduler:
         return self._pages.tree(max_nodes)
 
     def flush_cache(self) -> int:
-        """Forget every cached prefix that is not locked; return the number of pages that it freed."""
+        """Remove every cached prefix that is not locked; return the number of freed pages."""
         return self._pages.flush_cache()
 
     def check_balance(self) -> None:
-        """Log if, with nothing to do, free + cached pages are not all pages. Costs nothing."""
+        """Log an error if free and cached pages do not add up to all pages although nothing runs."""
         counts = self.counts()
         if counts["pages_free"] + counts["pages_cached"] != counts["pages"] or counts["pages_locked"]:
             logger.critical("pages are lost or held at idle: %s", counts)
 
     def check_idle(self) -> None:
-        """Raise if anything is held although nothing runs: free + cached pages must be all pages."""
+        """Raise if a page or sequence is held although nothing runs; for tests, slow."""
         self._pages.check_idle()
         if self.counts()["sequences"]:
             raise RuntimeError(f"held at idle: {self.counts()}")

@@ -1,16 +1,16 @@
-"""Snapshots of a hybrid's states: when a running request's state is saved, and where an entering one goes on.
+"""Snapshots of a hybrid model's states: when a running request's state is saved, and where an entering one resumes.
 
-A state is known only where a row of some step ends, so a snapshot costs a chunk that ends there. It is saved in front
-of the next step, by a copy that this step's plan carries. The device executes plans in order, so the host's records
-need not wait for the copy: an entry may be given to another snapshot at once.
+A state exists only at the end of a row of a step, so a snapshot costs a chunk that ends there. It is saved before the
+next step, by a copy in that step's plan. The device executes plans in order, so the host's records need not wait for
+the copy: an entry may be given to another snapshot at once.
 
-Snapshots are saved, all at the ends of pages and `distance` tokens apart at least, because a prefill of fewer takes no
-longer than the step that is added (12 ms for Qwen3.5-9B on an H200, as for 500 tokens),
+All snapshots are at ends of pages, and at least `distance` tokens apart: computing fewer tokens again takes no longer
+than the step that a snapshot adds (12 ms for Qwen3.5-9B on an H200, as for 500 tokens). They are saved
 
-- where prompts part: at the end of a prefix that the tree has, without a snapshot, and at that of a prefix which a
-  waiting request has in common with one that is being prefilled;
-- at each multiple of SPACING distances in a prompt, for prompts that part from it later;
-- at the last page's end of a prompt, for the same prompt or one that goes on from it;
+- where prompts diverge: at the end of a prefix in the tree that has none, and at the end of the prefix that a waiting
+  request shares with a prompt that is being prefilled;
+- at each multiple of SPACING distances in a prompt, for prompts that will diverge from it;
+- at the end of a prompt's last whole page, for the same prompt or one that extends it;
 - at each multiple of the distance in an answer, the last of which is kept for the conversation's next turn.
 """
 
@@ -28,21 +28,21 @@ from minisgl.scheduler.request import Request
 from minisgl.scheduler.request_pages import RequestPages
 from minisgl.scheduler.table import SlotTable
 
-SPACING = 8  # distances: K and V of so many tokens cost somewhat more than a snapshot
+SPACING = 8  # distances; K and V of so many tokens take somewhat more memory than a snapshot
 _NOWHERE = -1
 
 
 @dataclass(slots=True)
 class _Row:
-    """Snapshots that a slot's request has saved, and those that it will save."""
+    """Snapshots that a slot's request has saved and will save."""
 
-    last: int  # position of its latest snapshot, reached if not saved, or of that from which it began
-    branches: list[int] = field(default_factory=list)  # positions where another prompt parts from this one
+    last: int  # position of its latest snapshot, saved or due, or of the snapshot from which it began
+    branches: list[int] = field(default_factory=list)  # positions where another prompt diverges from this one
     answer_page: int = _NOWHERE  # last page before the answer's snapshot
 
 
 class StateSnapshots:
-    """Decides about snapshots; `table.stop` bounds the chunks of running requests by what it decides.
+    """Decides where snapshots are saved, and sets `table.stop` so that chunks of running requests end there.
 
     Row `num_slots + 1 + entry` of the device's states is the snapshot in that entry of the store.
     """
@@ -62,14 +62,14 @@ class StateSnapshots:
         self._distance = pages_for(distance, table.page_size) * table.page_size
         self._spacing = SPACING * self._distance
         self._rows = [_Row(0) for _ in table.requests]
-        self._first = len(table.requests) + 1  # behind the slots and the scratch slot
-        self._due: dict[int, int] = {}  # slots whose state the next plan is to save, and its position
-        self._copies: list[tuple[int, int]] = []  # for the next plan
+        self._first = len(table.requests) + 1  # row of entry 0, after the slots and the scratch slot
+        self._due: dict[int, int] = {}  # slot whose state the next plan must save -> its position
+        self._copies: list[tuple[int, int]] = []  # (from row, to row), for the next plan
 
     # --- requests enter -----------------------------------------------------------------------------------------
 
     def enter(self, request: Request, prefix: CacheHandle) -> None:
-        """Let an admitted request, which has its slot, go on from the snapshot at the end of its prefix."""
+        """Restore the snapshot at the end of an entering request's prefix; the request has its slot."""
         slot = request.slot
         row = self._rows[slot] = _Row(prefix.cached_len)
         if prefix.cached_len:
@@ -81,7 +81,7 @@ class StateSnapshots:
     def is_coming(self, request: Request, cached_len: int, running: IndexArray) -> bool:
         """Return True if a running request will soon save a snapshot of more of this one's tokens than the cache has.
 
-        Where the two share a prefix that is still to be computed, the snapshot at its end is asked for here.
+        If the two share a prefix that is still to be computed, this requests a snapshot at its end.
         """
         table, least = self._table, cached_len + self._distance
         tokens = request.token_ids[:-1]
@@ -89,7 +89,7 @@ class StateSnapshots:
             known = table.tokens[slot, : min(int(table.entry_len[slot]) - 1, len(tokens))]
             if len(known) < least or table.request(slot).salt != request.salt:
                 continue
-            if not np.array_equal(known[:least], tokens[:least]):  # most prompts part early
+            if not np.array_equal(known[:least], tokens[:least]):  # cheap test: most prompts diverge early
                 continue
             common = _common_length(known, tokens) // self._page_size * self._page_size
             if self._will_save(slot, least, common):
@@ -97,14 +97,14 @@ class StateSnapshots:
         return False
 
     def _will_save(self, slot: int, least: int, most: int) -> bool:
-        """Return True if the slot's request saves a snapshot at a position from `least` to `most`, near the latter."""
+        """Return True if the slot's request will save a snapshot between `least` and `most`, near the latter."""
         row, computed = self._rows[slot], int(self._table.cached_len[slot])
         if least <= self._due.get(slot, _NOWHERE) <= most:
             return True
         planned = [point for point in (*row.branches, self._prompt_end(slot)) if point > computed]
         if any(max(least, most - self._distance) < point <= most for point in planned):
             return True
-        if most <= computed + 1 or most < row.last + self._distance:  # computed already, or too near to be saved
+        if most <= computed + 1 or most < row.last + self._distance:  # already computed, or too near to the last one
             return False
         row.branches.append(most)
         self._plan(slot, computed)
@@ -113,14 +113,14 @@ class StateSnapshots:
     # --- steps are planned --------------------------------------------------------------------------------------
 
     def advance(self, slots: IndexArray, new_len: Int32Array) -> None:
-        """Take note of how far a step that is planned brings its rows."""
+        """Record the lengths that the rows of a planned step will have."""
         for slot in slots[new_len == self._table.stop[slots]].tolist():
             row, position = self._rows[slot], int(self._table.stop[slot])
             self._due[slot] = row.last = position
             self._plan(slot, position)
 
     def save(self, num_running: int) -> None:
-        """Let the next plan save the states of running requests that stand where a snapshot is wanted."""
+        """Add copies to the next plan for running requests that have reached the position of a snapshot."""
         due, self._due = self._due, {}
         for slot, position in due.items():
             if self._table.live[slot] and position <= self._table.known_len[slot]:
@@ -130,26 +130,26 @@ class StateSnapshots:
         row, request = self._rows[slot], self._table.request(slot)
         in_answer = position > self._prompt_end(slot)
         if in_answer and crowded:
-            return  # the answers' snapshots would drive out those that prompts share
+            return  # snapshots of answers would evict those that prompts share
         page = self._pages.share_prefix(request, position)
         if page is None:
             return
         if in_answer:
             if row.answer_page != _NOWHERE:
                 self.store.discard(row.answer_page)
-            # A page of its own stays locked until it ends, so the number keeps its meaning.
+            # The request's own page stays locked until it ends, so its number stays valid.
             is_own = int(self._table.pages[slot, position // self._page_size - 1]) == page
             row.answer_page = page if is_own else _NOWHERE
         if page not in self.store:
             self._copies.append((slot, self._first + self.store.add(page)))
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """Return the copies that a plan must carry, in order."""
+        """Return the copies for the next plan, in order."""
         copies, self._copies = self._copies, []
         return copies
 
     def _plan(self, slot: int, position: int) -> None:
-        """Decide where the row's next snapshot is, behind a position at which its last step ended or will end."""
+        """Set `table.stop` to the row's next snapshot after `position`, at which its last step ended or will end."""
         row, end = self._rows[slot], self._prompt_end(slot)
         least = max(row.last + self._distance, position + 1)
         points = [point for point in (*row.branches, end) if point >= least]
@@ -158,18 +158,18 @@ class StateSnapshots:
         self._table.stop[slot] = min(points, default=_next_multiple(max(least, end + 1), self._distance))
 
     def _prompt_end(self, slot: int) -> int:
-        """Return the last page's end of the tokens with which a request entered, of which one is left to compute."""
+        """Return the end of the last whole page of the tokens that a request entered with, without the last token."""
         return (int(self._table.entry_len[slot]) - 1) // self._page_size * self._page_size
 
     # --- steps fail ---------------------------------------------------------------------------------------------
 
     def take_back(self, batches: Iterable[Batch]) -> None:
-        """Forget snapshots of plans that were not executed, and those that the next one was to save."""
+        """Discard the snapshots that plans which were not executed should have saved, and those for the next plan."""
         copies = [pair for batch in batches for pair in batch.state_copies] + self.take_copies()
         self.store.discard_entries(target - self._first for _, target in copies if target >= self._first)
 
     def counts(self) -> dict[str, int]:
-        """Return the number of snapshots and of what became of them, for /server_info."""
+        """Return the number of snapshots, and totals since the start, for /server_info."""
         return {
             "snapshots": self.store.num_used,
             "snapshot_entries": self.store.num_entries,

@@ -1,19 +1,19 @@
-"""Bounds of a step after steps for which the device had too little memory. Pure."""
+"""Bounds on the next steps after the device had too little memory for one. Pure."""
 
 from __future__ import annotations
 
 from minisgl.core import Batch
 
-STEPS_TO_RECOVER = 64  # completed steps after which lowered bounds are doubled, at first
-SMALL_STEP = 64  # tokens: prefills are not made smaller than this
+STEPS_TO_RECOVER = 64  # completed steps after which lowered bounds are first doubled
+SMALL_STEP = 64  # tokens; the bound on prefills is not lowered below this
 
 
 class StepLimits:
-    """Tokens of a step's prefills, and requests that run at a time.
+    """Bounds on the prefill tokens of a step and on the number of running requests.
 
-    A step that failed halves what made it large: the tokens of its prefills or, where these are few, the number of its
-    requests. When bounds have risen too soon, the next rise takes twice as many steps, so that requests that lost
-    their work get it done.
+    A failed step halves what made it large: the tokens of its prefills or, if these are few, the number of its
+    requests. If a step fails after the bounds have risen, the next rise takes twice as many steps, so that requests
+    that lost their work can finish.
     """
 
     def __init__(self, max_prefill_tokens: int, max_running: int) -> None:
@@ -25,7 +25,7 @@ class StepLimits:
         self._has_risen = False
 
     def lower(self, batch: Batch) -> None:
-        """Make the next steps smaller than this one, which failed."""
+        """Lower a bound so that the next steps are smaller than this one, which failed."""
         prefill_tokens = int(batch.query_lens[batch.query_lens > 1].sum())
         if prefill_tokens > SMALL_STEP:
             self.prefill_tokens = max(prefill_tokens // 2, SMALL_STEP)
@@ -36,7 +36,7 @@ class StepLimits:
             self._backoff, self._has_risen = 2 * self._backoff, False
 
     def completed(self) -> None:
-        """Count a step that did not fail."""
+        """Count a completed step, and raise lowered bounds after enough of them."""
         self._completed += 1
         if self._completed < self._backoff:
             return
@@ -51,5 +51,5 @@ class StepLimits:
 
 
 def is_small(batch: Batch) -> bool:
-    """True if a step cannot be made smaller: it has one request, which fails because of itself."""
+    """Return True if a step has one request and few tokens, so that it cannot be made smaller."""
     return len(batch.slots) == 1 and batch.num_tokens <= SMALL_STEP

@@ -1,4 +1,4 @@
-"""Results of a step on the host: tokens go into the slot table and the report, and requests that are complete end."""
+"""Applies the result of a step: its tokens go into the slot table and the report, and complete requests end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from minisgl.structured_output.protocol import Grammars, Progress
 
 
 class StepResults:
-    """Reads what completed steps brought, in the order of the steps."""
+    """Applies the results of completed steps, in the order of the steps."""
 
     def __init__(
         self, table: SlotTable, requests: RequestLifecycle, eos_token_ids: tuple[int, ...], grammars: Grammars
@@ -25,7 +25,7 @@ class StepResults:
         self._grammars = grammars
 
     def take(self, batch: Batch, result: StepResult[AnyArray]) -> None:
-        """Report what the step brought to rows that sample, in row order, and end the requests that have all."""
+        """Report tokens or vectors of the rows that sample, and end the requests that are complete."""
         slots = batch.slots[batch.needs_sample].astype(np.intp)
         if result.vectors is not None:
             self._take_vectors(slots, result.vectors)
@@ -44,7 +44,7 @@ class StepResults:
         table, tokens = self._table, result.tokens
         if batch.logprobs is not None:
             report_logprobs(self._requests.report, table, batch, batch.logprobs, result)
-        live = table.live[slots]  # the others ended while the step ran: their tokens are dropped
+        live = table.live[slots]  # tokens of requests that ended while the step ran are dropped
         slots, tokens = slots[live], tokens[live]
         table.tokens[slots, table.known_len[slots]] = tokens
         table.known_len[slots] += 1
@@ -71,7 +71,7 @@ class StepResults:
             self._end_unsampled(batch)
 
     def _advance(self, slots: IndexArray, tokens: Int32Array) -> dict[int, Progress]:
-        """Move the matchers on; return the progress, by row, of those that can go no further."""
+        """Advance the matchers by these tokens; return the progress, by row, of those that cannot continue."""
         rows = np.flatnonzero(self._table.constrained(slots))
         matchers = [
             matcher for slot in slots[rows].tolist() if (matcher := self._table.request(slot).matcher) is not None
@@ -81,7 +81,7 @@ class StepResults:
         return {row: progress for row, progress in found if progress is not Progress.OPEN}
 
     def _end_unsampled(self, batch: Batch) -> None:
-        """End the requests that get no token (max_tokens = 0) and whose last chunk this was."""
+        """End the requests without output tokens (max_tokens = 0) whose last chunk was in this step."""
         table, slots = self._table, batch.slots.astype(np.intp)
         done = table.live[slots] & (table.known_len[slots] == table.max_len[slots])
         done &= batch.start_pos + batch.query_lens == table.max_len[slots] - 1

@@ -1,7 +1,7 @@
-"""Record of completed steps, kept only while somebody looks: a step costs it some microseconds, and memory is bounded.
+"""Record of completed steps for the glass box, kept only while it is watched. Recording takes some microseconds a step.
 
-A decode of a small model takes less than a millisecond, so decodes of the same sequences are one record until it spans
-MERGED_SECONDS: that is as fine as a picture of a minute can be.
+A decode of a small model takes less than a millisecond, so successive decodes of the same sequences become one record,
+up to MERGED_SECONDS, which is fine enough for a picture of a minute.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from minisgl.core import Batch, Int32Array
 from minisgl.message.engine_state import Chunk, StepRecord
 
 MAX_RECORDS = 4096
-MAX_ROWS = 64  # rows of a step that are told by name
+MAX_ROWS = 64  # rows of a step whose sequences are listed
 MERGED_SECONDS = 0.05
 
 
 class StepTrace:
-    """The last steps."""
+    """Record of the last steps."""
 
     def __init__(self) -> None:
         self._records: deque[StepRecord] = deque(maxlen=MAX_RECORDS)
         self._decoded: Int32Array | None = None  # slots of the last record, if it only decoded
 
     def add(self, batch: Batch, seq_ids: list[int], begin: float, end: float) -> None:
-        """Record a completed step; `seq_ids` are its rows', times seconds."""
+        """Record a completed step; `seq_ids` are those of its rows, `begin` and `end` seconds."""
         if self._extends_last(batch, end):
             last = self._records.pop()
             self._records.append(msgspec.structs.replace(last, step=batch.step, count=last.count + 1, end=end))
@@ -48,12 +48,12 @@ class StepTrace:
         self._decoded = None if chunks else batch.slots
 
     def _extends_last(self, batch: Batch, end: float) -> bool:
-        """Return True if it decodes the same rows as the last record; a request's first decode follows its prompt."""
+        """Return True if the step decodes the same rows as the last record, and directly follows it."""
         if self._decoded is None or not batch.is_decode or not np.array_equal(batch.slots, self._decoded):
             return False
         last = self._records[-1]
         return batch.step == last.step + 1 and not batch.new_rows and end - last.begin < MERGED_SECONDS
 
     def since(self, step: int) -> list[StepRecord]:
-        """Return the records that go beyond a step, oldest first."""
+        """Return the records that end after step number `step`, oldest first."""
         return [record for record in self._records if record.step > step]

@@ -1,17 +1,18 @@
-"""The slot table: all that the host knows of running requests, as arrays indexed by slot.
+"""The slot table: the host's data of running requests, as arrays indexed by slot.
 
-The device holds the same rows (`engine.state.SlotState`); the host's copy lets a step be planned and finished with a
-few array operations, whatever the number of requests.
+The device holds the same rows (`engine.state.SlotState`). With the host's copy a step is planned and completed in a few
+array operations, however many requests run.
 
-A row's lengths: `known_len` tokens have reached the host; `device_len` are known to the device or being sampled there;
-the KV of the first `cached_len` is written or being written. cached_len <= device_len <= max_len. They are a step apart
-while the host is a step behind: with 10 tokens known to the host, a decode that is launched makes device_len 11 and
-cached_len 10, and the next one is launched with 12 and 11 before the eleventh token has come.
+A row has three lengths: `known_len` tokens have reached the host; `device_len` tokens are known to the device or being
+sampled there; K and V of the first `cached_len` tokens are written or being written. It holds that cached_len <=
+device_len <= max_len. While the host is a step behind, they differ by a step: with 10 tokens known to the host, the
+launch of a decode makes device_len 11 and cached_len 10, and the next decode is launched, with 12 and 11, before the
+eleventh token has reached the host.
 
 A slot is not reused at once when its request ends: `Scheduler.complete` finds the request of each row by its slot, and
-a step that is in flight still names this one. Say sequence 1 ends in slot 0 while step 7, which extends it, is under
-way. Had sequence 3 entered slot 0 before step 7 is complete, it would be given the late token of sequence 1. That the
-device runs its steps in order would not help. So `last_step` says which step a slot waits for.
+a step in flight still names this one. Say sequence 1 ends in slot 0 while step 7, which extends it, is in flight. If
+sequence 3 entered slot 0 before step 7 is complete, it would get the late token of sequence 1, even though the device
+runs its steps in order. So `last_step` says which step a slot waits for.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 from minisgl.core import BoolArray, IndexArray, Int32Array, SamplingFlags, pages_for
 from minisgl.scheduler.request import Request
 
-NEVER = np.iinfo(np.int32).max  # a position that none reaches
+NEVER = np.iinfo(np.int32).max  # position that no request reaches
 
 
 class SlotTable:
@@ -35,17 +36,17 @@ class SlotTable:
         self.known_len = np.zeros(num_slots, dtype=np.int32)
         self.device_len = np.zeros(num_slots, dtype=np.int32)
         self.cached_len = np.zeros(num_slots, dtype=np.int32)
-        self.entry_len = np.zeros(num_slots, dtype=np.int32)  # known tokens when it entered
+        self.entry_len = np.zeros(num_slots, dtype=np.int32)  # known tokens when the request entered
         self.max_len = np.zeros(num_slots, dtype=np.int32)
-        self.stop = np.full(num_slots, NEVER, dtype=np.int32)  # position that no chunk may pass: it ends there first
-        self.last_step = np.full(num_slots, -1, dtype=np.int64)  # the last step that names the slot
+        self.stop = np.full(num_slots, NEVER, dtype=np.int32)  # position at which the current chunk must end
+        self.last_step = np.full(num_slots, -1, dtype=np.int64)  # last step that names the slot
         self.seq_id = np.full(num_slots, -1, dtype=np.int64)
-        self.live = np.zeros(num_slots, dtype=np.bool_)  # running, not ended
+        self.live = np.zeros(num_slots, dtype=np.bool_)  # the request has not ended
         self._flags = np.zeros(num_slots, dtype=np.uint8)  # SamplingFlags
         self.stops_at_eos = np.zeros(num_slots, dtype=np.bool_)
         self.own_stop_ids = np.zeros(num_slots, dtype=np.bool_)
         self.top_logprobs = np.full(num_slots, -1, dtype=np.int32)  # SamplingParams.logprobs; -1: None
-        # SamplingParams.prompt_logprobs; -1: None, or done.
+        # SamplingParams.prompt_logprobs; -1: None, or already reported.
         self.top_prompt_logprobs = np.full(num_slots, -1, dtype=np.int32)
         self.prompt_len = np.zeros(num_slots, dtype=np.int32)
         self.requests: list[Request | None] = [None] * num_slots
@@ -56,7 +57,7 @@ class SlotTable:
         return len(self._free)
 
     def enter(self, request: Request, cached_pages: Int32Array) -> int:
-        """Give the request a slot whose row begins with the pages of its cached prefix."""
+        """Give the request a free slot, whose row begins with the pages of its cached prefix; return the slot."""
         slot = self._free.pop()
         length = len(request.token_ids)
         self.tokens[slot, :length] = request.token_ids
@@ -87,13 +88,13 @@ class SlotTable:
         return slot
 
     def leave(self, slot: int) -> None:
-        """Take the slot back. No step in flight may name it."""
+        """Free the slot, which no step in flight may name."""
         self.requests[slot] = None
         self.seq_id[slot] = -1
         self._free.append(slot)
 
     def remaining(self, slots: IndexArray) -> Int32Array:
-        """Count the known tokens of each slot that have no KV yet, up to its stop.
+        """Return the number of tokens of each slot that need KV and have none yet, up to its stop.
 
         The last token of a request never needs KV.
         """
@@ -101,16 +102,16 @@ class SlotTable:
         return np.minimum(wanted, self.stop[slots]) - self.cached_len[slots]
 
     def flags(self, slots: IndexArray) -> SamplingFlags:
-        """Return what the slots' requests ask for, together."""
+        """Return the union of the flags of the slots' requests."""
         return SamplingFlags(int(np.bitwise_or.reduce(self._flags[slots])))
 
     def constrained(self, slots: IndexArray) -> BoolArray:
-        """Return a bool per slot: its request has a matcher."""
+        """Return a mask of the slots whose requests have a grammar."""
         have: BoolArray = (self._flags[slots] & SamplingFlags.CONSTRAINED) != 0
         return have
 
     def request(self, slot: int) -> Request:
-        """Return the request in a slot that is taken."""
+        """Return the request in a slot, which must have one."""
         request = self.requests[slot]
         assert request is not None
         return request

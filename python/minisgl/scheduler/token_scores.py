@@ -1,4 +1,4 @@
-"""Log-probabilities on the host: the tokens that a step scores, and their scores packed for the wire. Pure."""
+"""Log-probabilities on the host: chooses the tokens that a step scores, and packs their scores for the wire. Pure."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from minisgl.scheduler.table import SlotTable
 def scored_tokens(
     table: SlotTable, slots: IndexArray, starts: Int32Array, ends: Int32Array, sampling_slots: IndexArray
 ) -> ScoredTokens | None:
-    """Return the tokens that the requests of a step want scored; its rows extend `slots` from `starts` to `ends`."""
+    """Return the tokens to score in a step whose rows extend `slots` from `starts` to `ends`; None: there are none."""
     if SamplingFlags.LOGPROBS not in table.flags(slots):
         return None
     tops, prompt_tops = table.top_logprobs[sampling_slots], table.top_prompt_logprobs[slots]
     asks, prompt_asks = tops >= 0, prompt_tops >= 0
     if not asks.any() and not prompt_asks.any():
         return None
-    # The last token of a prompt has no successor there.
+    # The last token of a prompt scores no other prompt token.
     prompt_lens = np.minimum(ends, table.prompt_len[slots] - 1) - starts
     return ScoredTokens(
         rows=np.flatnonzero(asks).astype(np.int32),
@@ -44,16 +44,16 @@ def scored_tokens(
 
 
 def rows_of(logprobs: Logprobs[AnyArray], rows: slice | BoolArray, top: int) -> Logprobs[AnyArray]:
-    """Select some of the positions, with the first `top` alternatives."""
+    """Return some of the positions, with their first `top` alternatives."""
     return Logprobs(logprobs.chosen[rows], logprobs.ranks[rows], logprobs.top_ids[rows, :top], logprobs.top[rows, :top])
 
 
 def pack_logprobs(
     seq_ids: list[int], lengths: list[int], tops: list[int], tokens: Int32Array, parts: Sequence[Logprobs[AnyArray]]
 ) -> LogprobRows:
-    """Pack the log-probabilities of tokens [n], which the parts have together, in the order of the sequences.
+    """Return the log-probabilities of tokens [n], concatenated from the parts, packed for the wire.
 
-    A sequence has `lengths[i]` of the positions, and asks for `tops[i]` alternatives at each.
+    Sequence `seq_ids[i]` has the next `lengths[i]` positions, and wants `tops[i]` alternatives at each.
     """
     top_ids = np.concatenate([part.top_ids for part in parts])
     top = np.concatenate([part.top for part in parts])
@@ -75,9 +75,9 @@ def pack_logprobs(
 def report_logprobs(
     report: StepOutput, table: SlotTable, batch: Batch, scored: ScoredTokens, result: StepResult[AnyArray]
 ) -> None:
-    """Add a step's log-probabilities to the report, and keep those of prompts until their requests have all.
+    """Add a step's log-probabilities to the report; those of prompts are collected until the prompt is complete.
 
-    Those of requests that have ended since the step was planned are dropped.
+    Log-probabilities of requests that have ended since the step was planned are dropped.
     """
     slots = batch.slots[batch.needs_sample].astype(np.intp)
     live = table.live[slots[scored.rows]]
@@ -97,13 +97,13 @@ def report_logprobs(
             positions = slice(end - int(scored.prompt_lens[row]), end)
             part = rows_of(result.prompt_logprobs, positions, int(table.top_prompt_logprobs[slot]))
             table.request(slot).prompt_scores.append(part)
-    # The last tokens of a prompt may need one step more than their log-probabilities.
+    # A prompt is complete when its row samples, which may be a step later than its last log-probabilities.
     for slot in slots[table.live[slots] & (table.top_prompt_logprobs[slots] >= 0)].tolist():
         report_prompt(report, table, table.request(slot))
 
 
 def report_prompt(report: StepOutput, table: SlotTable, request: Request) -> None:
-    """Add the prompt's log-probabilities to the report, all at once, with the first token or the end."""
+    """Add all log-probabilities of a prompt to the report, with the request's first token or its end."""
     tokens = request.token_ids[1 : request.prompt_len]
     top = int(table.top_prompt_logprobs[request.slot])
     report.prompt_logprobs.append(pack_logprobs([request.seq_id], [len(tokens)], [top], tokens, request.prompt_scores))

@@ -1,11 +1,11 @@
-"""Windowed pages of running requests: what each row holds, and what it gives back as its window moves on.
+"""Windowed pages of running requests: the pages that each row holds, and gives back as its window moves on.
 
-Of a row with n pages, the next query sees at most the last `behind` + 1, so all in front are given back when a step
-is planned. That step may still read them: the device runs steps in order, and they are not written before the next.
-Entries in front keep their old numbers, which nobody attends to.
+The next query of a row sees at most the last `behind` + 1 of its pages, so earlier pages are given back when a step is
+planned. That step may still read them: the device runs steps in order, and only a later step can overwrite them.
+Entries of pages that were given back keep their numbers, which are not attended to.
 
-Admission promises a prompt the pages that it holds when it is computed; a step's chunks come out of a reserve, which
-is whole again when the step is planned.
+Admission promises a prompt the pages that it will hold once it is computed. The pages of a step's chunks come from a
+reserve, which is full again after the step is planned.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from minisgl.scheduler.table import SlotTable
 
 
 class WindowRows:
-    """Owner of the windowed group's rows; places in them are those of the table's rows of full pages.
+    """Owner of the windowed group's rows, whose entries correspond to those of the slot table's rows of full pages.
 
-    Row entries `start` .. `lent` are the cache's and locked, those from max(start, lent) on are the request's own.
+    Entries `start` .. `lent` of a row are locked pages of the cache; from max(start, lent) on they are the request's
+    own.
     """
 
     def __init__(self, pool: WindowPool, table: SlotTable, num_full_pages: int, max_prefill_tokens: int) -> None:
@@ -30,31 +31,31 @@ class WindowRows:
         self.given_back = 0  # pages, while their requests ran
         self._table = table
         self._behind = pages_behind(pool.window, table.page_size)
-        # Each windowed page stands for a page of the full group, so as many as those never run out before them.
+        # A request holds no more windowed pages than full ones, so equally many windowed pages never run out first.
         self._is_limit = pool.num_pages < num_full_pages
         self._chunks = pages_for(max_prefill_tokens, table.page_size)
         num_slots = len(table.num_pages)
         self._pages = np.zeros_like(table.pages)
-        self._cached = np.zeros_like(table.pages)  # cached page of the full group beside which a lent one stands
+        self._cached = np.zeros_like(table.pages)  # cached page of the full group to which a lent entry belongs
         self._start = np.zeros(num_slots, dtype=np.int32)
         self._lent = np.zeros(num_slots, dtype=np.int32)
-        self._promised = np.zeros(num_slots, dtype=np.int32)  # to hold, while its prompt is computed; then 0
+        self._promised = np.zeros(num_slots, dtype=np.int32)  # pages, while the prompt is computed; then 0
 
     @property
     def unpromised(self) -> int:
-        """Pages that are available and promised to nobody."""
+        """Number of pages that are available and not promised."""
         if not self._is_limit:
             return sys.maxsize
         owed = np.maximum(self._promised - (self._table.num_pages - self._start), 0)
         return self.pool.available - self._chunks - int(owed.sum())
 
     def usable(self, cached: Int32Array) -> int:
-        """Return how many of a cached prefix's pages a request can use: as far as the window before their end reaches.
+        """Return how many of a cached prefix's pages a request can use: the window before their end must be cached.
 
-        Say windows reach 2 pages back, and the cached pages 0 to 5 have windowed ones but for 3: a query behind page 5
-        would see 4 and 5, so all 6 are usable. Without 4, only the first 3 are, behind which it sees 1 and 2.
+        Say windows reach 2 pages back, and all cached pages 0 to 5 except 3 have a windowed page: a query after page 5
+        would see 4 and 5, so all 6 are usable. Without 4, only the first 3 are, after which a query sees 1 and 2.
         """
-        present = self.pool.beside(cached) != ABSENT
+        present = self.pool.window_pages(cached) != ABSENT
         if present[max(len(cached) - self._behind, 0) :].all():
             return len(cached)
         ends = np.arange(1, len(cached) + 1)
@@ -67,35 +68,35 @@ class WindowRows:
         self.pool.lock(prefix[self._first(prefix) :])
 
     def unlock(self, prefix: Int32Array) -> None:
-        """Undo `lock`, where the request does not enter."""
+        """Undo `lock`, because the request does not enter."""
         self.pool.unlock(prefix[self._first(prefix) :])
 
     def needed(self, num_tokens: int, prefix: Int32Array) -> int:
-        """Return the pages to promise to a request of so many known tokens behind a locked prefix."""
+        """Return the number of pages to promise to a request with `num_tokens` known tokens and a locked prefix."""
         return self._held(num_tokens) - (len(prefix) - self._first(prefix))
 
     def enter(self, slot: int, num_tokens: int, prefix: Int32Array) -> Int32Array:
         """Begin the row of a request with a locked prefix; return the row's entries."""
         first, length = self._first(prefix), len(prefix)
-        self._pages[slot, :first] = 0  # any page: nobody attends to them
-        self._pages[slot, first:length] = self.pool.beside(prefix[first:])
+        self._pages[slot, :first] = 0  # any page: these entries are not attended to
+        self._pages[slot, first:length] = self.pool.window_pages(prefix[first:])
         self._cached[slot, :length] = prefix
         self._start[slot], self._lent[slot] = first, length
         self._promised[slot] = self._held(num_tokens)
         return self._pages[slot, :length].copy()
 
     def extend(self, entries: Int32Array) -> Int32Array:
-        """Give rows a page for each new entry [k, 3] (slot, index, full page): [k, 4] with the windowed page."""
+        """Give each new entry [k, 3] (slot, index, full page) a windowed page; return [k, 4] with that page."""
         pages = self.pool.allocate(len(entries))
         self._pages[entries[:, 0], entries[:, 1]] = pages
         return np.column_stack([entries, pages])
 
     def can_share(self, slot: int, cached: Int32Array) -> bool:
-        """Return True if nobody locks what `share` would replace."""
+        """Return True if the windowed pages that `share` would replace are not locked."""
         return not self.pool.is_locked(cached[self._first_own(slot) :])
 
     def share(self, slot: int, cached: Int32Array) -> None:
-        """Put a row's own pages beside the cached pages of its tokens, and lock them there."""
+        """Give a row's own windowed pages to the cached pages of its tokens, and lock them there."""
         first, length = self._first_own(slot), len(cached)
         if first < length:
             self.pool.put(cached[first:], self._pages[slot, first:length])
@@ -104,7 +105,10 @@ class WindowRows:
             self._lent[slot] = length
 
     def give_back_behind(self, slots: IndexArray, prefilled: BoolArray) -> None:
-        """Give back the pages that no step after the one just planned can see; `prefilled`: whose prompt it ends."""
+        """Give back the pages that no step after the one just planned can see.
+
+        `prefilled`: slots whose prompts this step completes.
+        """
         self._promised[slots[prefilled]] = 0
         start = self._start[slots]
         first = np.maximum(self._table.num_pages[slots] - self._behind - 1, start)
@@ -120,7 +124,7 @@ class WindowRows:
         self.given_back += len(owners)
 
     def leave(self, slot: int, cached: Int32Array) -> None:
-        """Give everything back; `cached` are the cached pages of the row's whole pages, where it may leave its own."""
+        """Give all pages of a row back; `cached`: cached pages of its tokens, which keep its own if they have none."""
         start, lent, length = int(self._start[slot]), int(self._lent[slot]), int(self._table.num_pages[slot])
         own = np.full(length, ABSENT, dtype=np.int32)
         own[max(start, lent) :] = self._pages[slot, max(start, lent) : length]
@@ -140,7 +144,7 @@ class WindowRows:
         }
 
     def held(self) -> Int32Array:
-        """Return all pages that running requests own; for checks, slow."""
+        """Return all windowed pages that running requests own; for checks, slow."""
         return np.concatenate(
             [
                 self._pages[slot, self._first_own(slot) : self._table.num_pages[slot]]
@@ -154,7 +158,7 @@ class WindowRows:
         return max(len(prefix) - self._behind, 0)
 
     def _held(self, num_tokens: int) -> int:
-        """Pages that a prompt holds when it is computed, and one for the page that its chunk may begin."""
+        """Return the number of pages that a computed prompt holds, and one more that its chunk may begin."""
         return min(pages_for(num_tokens, self._table.page_size), self._behind + 1) + 1
 
     def _first_own(self, slot: int) -> int:

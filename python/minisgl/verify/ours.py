@@ -25,7 +25,7 @@ from minisgl.message.types import unpack_ids
 from minisgl.models.config.model_config import ModelConfig
 from minisgl.models.decoder import DecoderModel
 from minisgl.models.decoder_layer import States
-from minisgl.scheduler.loop import make_loop, reuses_prefixes
+from minisgl.scheduler.assembly import make_loop, reuses_prefixes
 from minisgl.verify.compare import Run, common_length, compare_rows
 from minisgl.verify.oracle import TRACED, Answers, Expected, Float32Array
 
