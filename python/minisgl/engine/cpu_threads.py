@@ -1,10 +1,10 @@
-"""Threads of steps on the CPU: all of them, or one while other processes want the cores.
+"""Number of threads of steps on the CPU: all, or one while other processes need the cores.
 
-A parallel step is as slow as the last of its threads, and at each of its many barriers the others spin. Where other
+A parallel step is as slow as its slowest thread, for which the others spin at each of its many barriers. If other
 processes have the cores, that multiplies a step's time; a step on one thread has no barriers. The operating system
-tells how long each thread was ready to run and had no core (`/proc/self/task/*/schedstat`), and the one that waited
-longest says how crowded the cores are: the others sleep at barriers, which does not look like waiting. Where the
-system does not tell, steps use all threads.
+reports how long each thread was ready to run and had no core (`/proc/self/task/*/schedstat`). The longest of these
+waits says how crowded the cores are, because the other threads sleep at barriers, which does not count as waiting. If
+the system does not report it, steps use all threads.
 """
 
 from __future__ import annotations
@@ -17,29 +17,30 @@ from contextlib import suppress
 
 import torch
 
-WINDOW = 0.2  # seconds of steps that one decision looks at
-CROWDED = 0.25  # share of the time spent waiting for a core from which steps use one thread
-PATIENCE = 0.4  # seconds of such steps in a row: a compiler or a schema of our own takes a core for less
-CALM = 0.1  # share below which the cores count as free
+WINDOW = 0.2  # seconds of steps on which one decision is based
+CROWDED = 0.25  # share of waiting for a core above which steps use one thread
+PATIENCE = 0.4  # seconds of crowded steps in a row before that: compilations of our own take a core for less
+CALM = 0.1  # share of waiting below which the cores count as free
 FIRST_BACKOFF = 2.0  # seconds of steps on one thread with free cores before all threads are tried again
 LONGEST_BACKOFF = 64.0
 
 
 class ThreadPolicy:
-    """Decide whether steps use one thread. Pure: it sees only the times that it is told.
+    """Decides whether steps use one thread, from the times that it is given.
 
-    Where one thread finds free cores and all threads do not, each return lasts for a window, and the time to the next
-    is twice as long: 2 s, 4 s, ... 64 s of steps.
+    If the cores are free for one thread but crowded for all, each return to all threads lasts for one window, and the
+    time to the next return doubles: 2 s, 4 s, ... 64 s of steps.
     """
 
     def __init__(self) -> None:
         self.single = False
         self._backoff = FIRST_BACKOFF
-        self._crowded = 0.0  # seconds of steps in a row that waited
-        self._calm = math.inf  # seconds of steps: since the last return to all threads, or with free cores on one
+        self._crowded = 0.0  # seconds of crowded steps in a row
+        # Seconds of steps with free cores on one thread; on all threads, since the last return to these.
+        self._calm = math.inf
 
     def record(self, wall: float, waited: float) -> None:
-        """Take a window's seconds of steps, and for how many of them some thread waited for a core."""
+        """Evaluate a window of `wall` seconds of steps, in which one thread waited `waited` seconds for a core."""
         share = waited / wall
         if self.single:
             self._calm = self._calm + wall if share < CALM else 0.0
@@ -58,7 +59,7 @@ class ThreadPolicy:
 
 
 def name_thread() -> None:
-    """Give this thread a name of its own, which OpenMP's threads inherit from the one that starts them."""
+    """Name this thread; the threads that OpenMP starts from it inherit the name."""
     with suppress(OSError), open("/proc/thread-self/comm", "w") as file:
         file.write("cpu-device")
 
@@ -66,8 +67,8 @@ def name_thread() -> None:
 def waited_ns() -> dict[int, int]:
     """Return how long each thread with this one's name was ready and had no core, in ns by thread id.
 
-    Others do not count: two threads that compute grammars' masks wait for cores too, because steps have them.
-    Empty where the system does not tell: no Linux, or a sandbox that imitates it.
+    Other threads do not count: those that compute grammar bitmasks wait for cores because of the steps themselves. The
+    result is empty if the system does not report it: not Linux, or a sandbox that imitates it.
     """
     found: dict[int, int] = {}
     try:
@@ -76,7 +77,7 @@ def waited_ns() -> dict[int, int]:
     except OSError:
         return found
     for thread in threads:
-        with suppress(OSError, ValueError, IndexError):  # the thread may have ended meanwhile
+        with suppress(OSError, ValueError, IndexError):  # the thread may have ended
             if _read(f"/proc/self/task/{thread}/comm") == own:
                 found[int(thread)] = int(_read(f"/proc/self/task/{thread}/schedstat").split()[1])
     return found
@@ -88,27 +89,27 @@ def _read(path: str) -> bytes:
 
 
 class StepThreads:
-    """Context around whatever a CPU device's thread runs: limits torch's threads meanwhile, and watches the time.
+    """Context around each step that a CPU device's thread runs: limits torch's threads, and measures the waits.
 
-    Torch's number of threads is as before in between, for the process may be a user's. Entering and leaving take 2 us,
-    and a look at all threads, once in a window, 30 us for each.
+    Between steps torch's number of threads is restored, because the process may be a user's. Entering and leaving take
+    2 us; reading the waits, once in a window, takes 30 us for each thread.
     """
 
     def __init__(self, read_waited: Callable[[], dict[int, int]] = waited_ns) -> None:
         self.policy = ThreadPolicy()
         self._read_waited = read_waited
-        self._before: dict[int, int] = {}  # waited_ns at the begin of the window
+        self._before: dict[int, int] = {}  # `waited_ns` at the beginning of the window
         self._wall = 0.0  # seconds of steps in the window
         self._begin = 0.0
         self._end = -math.inf
-        self._threads = 1  # to put back
+        self._threads = 1  # torch's number of threads, to restore
 
     def __enter__(self) -> None:
         self._threads = torch.get_num_threads()
         if self._threads == 1:
             return
         self._begin = time.perf_counter()
-        if self._begin - self._end > WINDOW:  # idle until now: what other threads did then does not count
+        if self._begin - self._end > WINDOW:  # idle until now: waits of that time do not count
             self._wall, self._before = 0.0, self._read_waited()
         if self.policy.single:
             torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""The sampler on the CUDA kernels of csrc/sample.cu: two launches, and one before them where logits are processed."""
+"""The sampler with the CUDA kernels of csrc/sample.cu: two launches, after one of process.cu for processed logits."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from minisgl.kernel.compile import Compiler
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec
 
 # Constants of sample.cu.
-_GROUP = 512  # logits of a group
+_GROUP = 512  # logits in a group
 _MAX_GROUPS = 2048  # groups per row
 _PARTIAL_WARPS = 8  # warps per block of sample_partials
 _PARTIAL_BYTES = 16  # size of struct Partial
 _THREADS = 512  # threads per block of sample_choose, two of which fit on a multiprocessor
-_THREADS_OF_FEW_ROWS = 1024  # where each row has a multiprocessor to itself
+_THREADS_OF_FEW_ROWS = 1024  # if each row has a multiprocessor to itself
 # Constants of process.cu.
 _PROCESS_CHUNK = 4096  # ids of a block
 _PROCESS_THREADS = 256  # threads per block
 
 
 class CudaSampler:
-    """`engine.sampler.Sampler` in CUDA. Rows without filters read their logits once, greedy ones too."""
+    """`engine.sampler.Sampler` in CUDA. Rows without filters, greedy ones included, read their logits once."""
 
     graph_flags = (SamplingFlags.SAMPLED | SamplingFlags.FILTERED,)
 
@@ -35,9 +35,9 @@ class CudaSampler:
         self._torch = TorchSampler()
 
     def begin_compiling(self, dtype: torch.dtype) -> None:
-        """Compile in threads the kernels for logits of this dtype, and for processed ones, which are float32.
+        """Compile the kernels for logits of this dtype, and for processed logits (float32), in threads.
 
-        Otherwise they are compiled when such logits come first, which every stream would wait for.
+        Otherwise they would be compiled by the first step that needs them, for which all streams would wait.
         """
         dtypes = dict.fromkeys((dtype, torch.float32))  # each once, the model's first
         threads = _THREADS_OF_FEW_ROWS, _THREADS
@@ -59,21 +59,21 @@ class CudaSampler:
         return self._choose(logits, slots, state, bitmask, partials, groups=groups, vocab=vocab)
 
     def begin_compiling_sharded(self, dtype: torch.dtype, ranks: int) -> None:
-        """Compile in threads what `sample_sharded` launches."""
+        """Compile the kernels of `sample_sharded` in threads."""
         threads = _THREADS_OF_FEW_ROWS, _THREADS
         self._compiler.begin(_sample_spec("sample_choose", dtype, count, ranks) for count in threads)
 
     def samples_sharded(self, ids: int, ranks: int) -> bool:
-        """Return True if `sample_sharded` takes logits of so many ids from each of so many ranks."""
+        """Return True if `sample_sharded` can handle `ids` logits of each of `ranks` ranks."""
         return ranks * -(-ids // _GROUP) <= _MAX_GROUPS
 
     def sample_sharded(
         self, logits: Tensor, slots: Tensor, state: SlotState, tp: TPGroup, addresses: Tensor, vocab: int
     ) -> Tensor:
-        """Choose as `sample` does, without a mask, where each rank has the logits [rows, ids] of some ids.
+        """Sample as `sample` does, without a mask, if each rank has the logits [rows, ids] of its part of the ids.
 
-        `addresses` [ranks] int64: every rank's logits, in the order of the ids, the last ones padded. Partials are
-        gathered, and their arrival shows that the logits which they are of are there.
+        `addresses` [ranks] int64 are those of all ranks' logits, in the order of the ids; the last rank's are padded.
+        The partials are all-gathered, after which the logits of all ranks have been written too.
         """
         ids = logits.shape[1]
         groups = -(-ids // _GROUP)
@@ -122,7 +122,7 @@ class CudaSampler:
         return partials
 
     def _threads(self, rows: int) -> int:
-        # Twice as many rows fit on the device at a time with half the threads each.
+        # With half the threads, twice as many rows fit on the device at a time.
         return _THREADS_OF_FEW_ROWS if rows <= self._multiprocessors else _THREADS
 
     def _choose(

@@ -1,4 +1,4 @@
-"""The engine of one rank: everything that lives on its device, and the two launches that run a plan there."""
+"""The engine of one rank: owns everything on its device, and runs a plan there in two launches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from minisgl.step_cost import StepCost
 
 
 class Engine:
-    """Model, KV pool and slot state on one device. Several may live in one process."""
+    """Model, KV pool and slot state on one device. A process may have several engines."""
 
     def __init__(
         self,
@@ -49,7 +49,6 @@ class Engine:
         self.device = resolve_device(config, tp.rank)
         self.dtype = resolve_dtype(config, model.dtype)
         self.page_size = config.page_size
-        self.window: WindowGroup | None = None  # layers that have pages of their own
         self._kv_format = "" if config.kv_cache_dtype == "auto" else f" in {config.kv_cache_dtype}"
         self._processed_logprobs = config.logprobs_mode == "processed_logprobs"
         self._tp = tp
@@ -68,45 +67,55 @@ class Engine:
         self._queue = parts.queue
         self.num_slots, self.num_snapshots = parts.num_slots, parts.num_snapshots
         sizes = self._graph_sizes(config, parts, phase, context_len, max_prefill_tokens)
-        if sizes is not None and tp.size > 1 and parts.model.shards_logits:
-            sharded = self._queue.call(partial(shard_logits, tp, parts.sampler, sizes.decode[-1], model, self.dtype))
-            parts = dataclasses.replace(parts, sharded_logits=sharded)
-        needs = Needs()
-        if self.device.type == "cuda":
-            with phase("measure a step's memory"):
-                needs = self._queue.call(lambda: measure_needs(parts, sizes, context_len, max_prefill_tokens))
+        parts = self._with_sharded_logits(parts, sizes, model)
+        needs = self._measure_needs(parts, sizes, phase, context_len, max_prefill_tokens)
         with phase("allocate the KV cache"):
             layout = parts.attention.kv_layout
             self.num_pages, num_window_pages = self._pool_size(config, layout, needs, context_len, max_prefill_tokens)
-            if layout.window is not None:
-                self.window = WindowGroup(layout.window, num_window_pages)
-            # A sequence must fit into the pool alone.
+            # Layers that have pages of their own.
+            self.window = None if layout.window is None else WindowGroup(layout.window, num_window_pages)
+            # The pool must be able to hold a sequence of this length.
             max_seq_len = min(context_len, self.num_pages * self.page_size)
             self.limits = Limits(max_seq_len=max_seq_len, vocab_size=model.vocab_size)
-            # On the queue, like all that follows: another stream's fill would race with the first step's reads.
+            # On the queue, as is all that follows: another stream's fill would race with the first step's reads.
             self._runner = self._queue.call(partial(parts.runner, self.num_pages, num_window_pages, max_seq_len))
         # One buffer serves all steps: the host writes a step's bitmask only when it has the tokens of the step before,
         # and by then the device has read the bitmask of that step.
         self._bitmask = torch.empty(
             (self.num_slots, -(-model.vocab_size // 32)), dtype=torch.int32, pin_memory=self.device.type == "cuda"
         )
-        # Result of the step whose sampling is not launched yet.
+        # Output of the forward whose sampling has not been launched yet.
         self._forwarded: Callable[[], ForwardOutput] | None = None
-        self._graphs: Graphs | None = None
-        if sizes is not None:
-            with phase("capture CUDA graphs"), progress_bar("CUDA graphs", len(sizes), shown=progress) as bar:
-                self._graphs = self._queue.call(lambda: Graphs(self._runner, sizes, max_seq_len, bar.update))
+        self._graphs = self._capture_graphs(sizes, phase, progress=progress)
         self.step_cost: StepCost | None = self._step_cost(parts, model, phase, max_prefill_tokens)
+
+    # --- parts of the start -----------------------------------------------------------------------------------
 
     def _graph_sizes(
         self, config: EngineConfig, parts: RunnerParts, phase: Phase, context_len: int, max_prefill_tokens: int
     ) -> GraphSizes | None:
-        """Return the sizes of CUDA graphs; if the model says so, only those whose results a trial finds right."""
+        """Return the sizes of CUDA graphs; for modules that are not ours, only those that pass a trial."""
         sizes = graph_sizes(config, parts, max_prefill_tokens)
         if sizes is None or not parts.model.graphs_by_trial:
             return sizes
         with phase("try CUDA graphs"):
             return self._queue.call(partial(sizes_that_pass, parts, sizes, context_len, self._tp))
+
+    def _with_sharded_logits(self, parts: RunnerParts, sizes: GraphSizes | None, model: ModelConfig) -> RunnerParts:
+        """Return the parts with memory for sharded logits, if captured decodes can leave their logits sharded."""
+        if sizes is None or self._tp.size == 1 or not parts.model.shards_logits:
+            return parts
+        sharded = self._queue.call(partial(shard_logits, self._tp, parts.sampler, sizes.decode[-1], model, self.dtype))
+        return dataclasses.replace(parts, sharded_logits=sharded)
+
+    def _measure_needs(
+        self, parts: RunnerParts, sizes: GraphSizes | None, phase: Phase, context_len: int, max_prefill_tokens: int
+    ) -> Needs:
+        """Return the memory that steps and graphs take on a GPU."""
+        if self.device.type != "cuda":
+            return Needs()
+        with phase("measure a step's memory"):
+            return self._queue.call(lambda: measure_needs(parts, sizes, context_len, max_prefill_tokens))
 
     def _pool_size(
         self, config: EngineConfig, layout: KVLayout, needs: Needs, context_len: int, max_prefill_tokens: int
@@ -122,6 +131,12 @@ class Engine:
             context_len=context_len,
             max_prefill_tokens=max_prefill_tokens,
         )
+
+    def _capture_graphs(self, sizes: GraphSizes | None, phase: Phase, *, progress: bool) -> Graphs | None:
+        if sizes is None:
+            return None
+        with phase("capture CUDA graphs"), progress_bar("CUDA graphs", len(sizes), shown=progress) as bar:
+            return self._queue.call(lambda: Graphs(self._runner, sizes, self.limits.max_seq_len, bar.update))
 
     def _step_cost(
         self, parts: RunnerParts, model: ModelConfig, phase: Phase, max_prefill_tokens: int
@@ -142,6 +157,8 @@ class Engine:
                 num_window_pages=None if self.window is None else self.window.num_pages,
             )
 
+    # --- steps ------------------------------------------------------------------------------------------------
+
     @property
     def bitmask(self) -> Int32Array:
         """Memory for a step's grammar bitmask, as in StepEngine; pinned on CUDA."""
@@ -149,7 +166,7 @@ class Engine:
         return array
 
     def forward(self, batch: Batch) -> None:
-        """Launch a step's forward behind what was launched before, and return at once."""
+        """Launch a step's forward after the earlier launches, and return at once."""
         self._forwarded = self._queue.launch(lambda: self._forward(batch))
 
     def sample(self, batch: Batch, bitmask: Int32Array | None = None) -> PendingStep:
@@ -159,7 +176,7 @@ class Engine:
         """
         forwarded, self._forwarded = self._forwarded, None
         if forwarded is None:
-            raise RuntimeError("a step's sampling is launched once, behind its forward")
+            raise RuntimeError("a step's sampling must be launched once, after its forward")
         words = None if bitmask is None else self._bitmask[: len(bitmask)]
 
         def sample() -> StepResult[Tensor]:
@@ -170,13 +187,13 @@ class Engine:
 
         def result() -> StepResult[AnyArray]:
             step = pending()
-            self._tp.check()  # raises before tokens are returned whose all-reduce lacked a rank's part
+            self._tp.check()  # raises if a rank failed, before tokens of an incomplete all-reduce are returned
             return step
 
         return result
 
     def _device_seconds(self, batches: Sequence[Batch]) -> list[float]:
-        """Return the seconds of each step on a GPU; all are launched before the first is waited for."""
+        """Return the seconds of each step on a GPU; all steps are launched before the first is waited for."""
         events = [torch.cuda.Event(enable_timing=True) for _ in range(len(batches) + 1)]  # type: ignore[no-untyped-call]
         self._queue.launch(events[0].record)
         pending = []
@@ -220,7 +237,7 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Wait for the steps under way and give the device's memory back; the engine cannot be used afterwards."""
+        """Wait for the steps in flight and free the device's memory; the engine cannot be used afterwards."""
         self._queue.close()
         self._graphs = None
         del self._runner, self._bitmask

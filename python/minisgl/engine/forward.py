@@ -1,6 +1,6 @@
-"""Forward and sampling of one step, from its plan to tensors, launched operation by operation.
+"""Forward and sampling of one step: turns a plan into tensors and launches operation by operation.
 
-Any batch runs this way. Decodes, and prefills that are not large, replay the same operations on CUDA from graphs
+Any batch can run this way. On CUDA, decodes and small prefills replay the same operations from graphs
 (`engine.graphs`).
 """
 
@@ -32,19 +32,19 @@ if TYPE_CHECKING:  # needs CUDA's packages
 
 
 class StepInputs(NamedTuple, Generic[A]):
-    """The T tokens of a step and the rows they belong to, all int32: on the host, then in one copy on the device."""
+    """The T tokens of a step and their rows, all int32: as arrays on the host, then in one copy on the device."""
 
     token_slots: A  # [T]: slot of each token
     positions: A  # [T]: position of each token in its sequence
     slots: A  # [rows]
-    kv_lens: A  # [rows]: tokens of each row in the cache after this step's are written
-    query_starts: A  # [rows + 1]: prefix sums of the rows' new tokens
-    logits_indices: A  # [S + P]: of the T tokens, those that sample, then those scored for prompt_logprobs
+    kv_lens: A  # [rows]: tokens of each row in the pool, this step's included
+    query_starts: A  # [rows + 1]: prefix sums of the query lengths
+    logits_indices: A  # [S + P]: indices of the tokens that sample, then of those that score prompt_logprobs
     sampling_slots: A  # [S]
 
 
 def step_inputs(batch: Batch) -> StepInputs[Int32Array]:
-    """Return what a step reads, from its plan."""
+    """Return the inputs of a step, from its plan."""
     query_starts = np.zeros(len(batch.query_lens) + 1, dtype=np.int32)
     np.cumsum(batch.query_lens, out=query_starts[1:])
     indices = np.arange(query_starts[-1], dtype=np.int32)
@@ -61,7 +61,7 @@ def step_inputs(batch: Batch) -> StepInputs[Int32Array]:
 
 
 def _scored_tokens(batch: Batch, query_starts: Int32Array) -> Int32Array:
-    """Return which of the step's tokens score their successor in the prompt."""
+    """Return the indices of the step's tokens that score the next token of the prompt."""
     if batch.logprobs is None:
         return np.empty(0, dtype=np.int32)
     counts = batch.logprobs.prompt_lens
@@ -72,10 +72,10 @@ def _scored_tokens(batch: Batch, query_starts: Int32Array) -> Int32Array:
 def pad_inputs(
     host: StepInputs[Int32Array], tokens: int, rows: int, scratch_slot: int, max_seq_len: int
 ) -> StepInputs[Int32Array]:
-    """Pad to `tokens` in `rows` + 1 rows, for a graph of that size.
+    """Pad the inputs to `tokens` tokens in `rows` + 1 rows, for a graph of that size.
 
-    A graph computes all its tokens, so those of padding need something finite to attend to: all stand at position 0 of
-    the scratch slot, in one row behind the others. Rows between the step's own and that one have no token.
+    A graph computes all its tokens, so padding tokens need finite K and V to attend to: all are at position 0 of the
+    scratch slot, in one row after the others. Rows between the step's own and that row have no token.
     """
     missing, empty = tokens - len(host.token_slots), rows - len(host.slots)
     return host._replace(
@@ -92,22 +92,22 @@ def _extended(array: Int32Array, count: int, value: int) -> Int32Array:
 
 
 def views_like(packed: Tensor, host: StepInputs[Int32Array]) -> StepInputs[Tensor]:
-    """Return views of a tensor that begins with these arrays, one after another."""
+    """Return the parts of a packed tensor as views, with the lengths of the host's arrays."""
     lengths = [len(array) for array in host]
     return StepInputs(*torch.split(packed[: sum(lengths)], lengths))
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
-    """Logits that the forward of a step leaves for its sampling."""
+    """Output of a step's forward, from which tokens are sampled."""
 
     logits: Tensor  # [S, vocab_size] of the rows that sample
     slots: Tensor  # [S] int64
-    prompt_logprobs: Logprobs[Tensor] | None = None  # if the plan asks for some
+    prompt_logprobs: Logprobs[Tensor] | None = None  # if the plan wants them
 
 
 class StepRunner:
-    """Parts that a step needs, and the two launches it is made of: `forward`, then `sample`."""
+    """Runs steps in two launches, `forward` and `sample`, with everything that they need."""
 
     def __init__(
         self,
@@ -125,16 +125,16 @@ class StepRunner:
         self.attention = attention
         self.ops = ops
         self.sampler = sampler
-        self.sharded_logits = sharded_logits  # logits of captured decodes, where ranks keep them sharded
+        self.sharded_logits = sharded_logits  # for captured decodes, if ranks keep their logits sharded
         self._row_numbers = torch.arange(len(state.lengths) + 1, dtype=torch.int32, device=state.device)
 
     def apply(self, batch: Batch) -> None:
-        """Bring the rows and the recurrent states up to date for this step."""
+        """Update the slot state and the recurrent states for this step."""
         self.state.apply(batch)
         self.kv.copy_states(batch.state_copies)
 
     def forward(self, batch: Batch) -> ForwardOutput:
-        """Run the model, and the head of the tokens whose logits are wanted."""
+        """Run the model, and the head for the tokens whose logits are needed."""
         host = step_inputs(batch)
         inputs = views_like(upload(np.concatenate(host), self.state.device), host)
         logits_indices = inputs.logits_indices.long()
@@ -150,7 +150,7 @@ class StepRunner:
         logits_indices: Tensor | None,
         in_graph: bool = False,
     ) -> ForwardContext:
-        """Return the context of a step of any rows. In a graph, the host's lengths are the longest possible."""
+        """Return the context of any step. `in_graph`: the host's lengths are the longest possible."""
         state = self.state
         token_slots, positions, slots = inputs.token_slots.long(), inputs.positions.long(), inputs.slots.long()
         width = pages_for(int(kv_lens.max()), state.page_size)
@@ -180,9 +180,7 @@ class StepRunner:
     def _recurrent_rows(
         self, inputs: StepInputs[Tensor], query_lens: Int32Array | None, slots: Tensor, positions: Tensor
     ) -> RecurrentRows | None:
-        """Return the rows as recurrent layers take them, if there are any such layers. In a graph the host knows no
-        lengths.
-        """
+        """Return the rows for recurrent layers, if there are any; `query_lens` is None in a graph."""
         history = self.attention.history
         if history is None:
             return None
@@ -199,9 +197,9 @@ class StepRunner:
         inputs: StepInputs[Tensor],
         ctx: ForwardContext,
     ) -> ForwardOutput:
-        """Return the logits of a step, from the states of the tokens `logits_indices` [S + P] int64.
+        """Return the output of a step, from the hidden states of the tokens `logits_indices` [S + P] int64.
 
-        The first S of them are the last tokens of the rows that sample, in the slots [S] int64.
+        The first S of these are the last tokens of the rows that sample, which have the slots [S] int64.
         """
         logits = self.model.logits(states[: len(slots)], ctx)
         if batch.logprobs is None or len(logits_indices) == len(slots):
@@ -227,16 +225,16 @@ class StepRunner:
         replay: Callable[[], Tensor] | None = None,
         processed_logprobs: bool = False,
     ) -> StepResult[Tensor]:
-        """Choose the tokens and append them to their slots; score them, if the plan says so.
+        """Sample the tokens and append them to their slots; score them, if the plan wants it.
 
-        `bitmask` as in Sampler.sample; `replay` chooses in its place. `processed_logprobs`: of the logits as they are
-        before the filters, else as the model gave them.
+        `bitmask` as in `Sampler.sample`; `replay` is called in place of the sampler. `processed_logprobs`: score with
+        the logits after processing and temperature, else with the model's.
         """
         wanted, logits, slots = batch.logprobs, forwarded.logits, forwarded.slots
         if wanted is not None:
             rows = upload(wanted.rows.astype(np.int64), self.state.device)
             scored = logits[rows]
-            if processed_logprobs and len(wanted.rows) > 0:  # before the sampling, which makes the slots longer
+            if processed_logprobs and len(wanted.rows) > 0:  # before the sampling, which changes the slots' lengths
                 scored = self._processed(scored, slots[rows], None if bitmask is None else bitmask[rows])
         if replay is not None:
             tokens = replay()
@@ -250,7 +248,7 @@ class StepRunner:
         return StepResult(tokens, output, forwarded.prompt_logprobs)
 
     def _processed(self, logits: Tensor, slots: Tensor, bitmask: Tensor | None) -> Tensor:
-        """Return logits [n, V] as they are after the temperature and before the filters."""
+        """Return logits [n, V] after processing and temperature, before the filters."""
         logits = process_logits(logits, slots, self.state, bitmask)
         temperature = self.state.temperature[slots].unsqueeze(1)
         logits /= torch.where(temperature == 0.0, 1.0, temperature)
@@ -259,10 +257,10 @@ class StepRunner:
     def decode_context(
         self, slots: Tensor, kv_lens: Int32Array, attention: CapturedDecode, logits: Tensor
     ) -> ForwardContext:
-        """Return the context of a decode of `slots` [rows] int64, from device state alone so that a graph can hold it.
+        """Return the context of a decode of `slots` [rows] int64, made of device state alone, for a graph.
 
-        `kv_lens` is the host's idea of the lengths: at capture, the longest possible. `logits` [rows, vocab_size] is
-        where they go; where they are sharded, the rank's own.
+        `kv_lens` are the host's lengths; at capture, the longest possible. `logits` [rows, vocab_size] are written; if
+        they are sharded, these are the rank's own.
         """
         state, rows = self.state, len(slots)
         made = self.ops.decode_inputs(

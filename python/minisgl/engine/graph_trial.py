@@ -1,8 +1,7 @@
-"""Trial of CUDA graphs for a model whose modules are not ours: may a graph hold a step, and is its replay what the
-launches one by one compute?
+"""Trial of CUDA graphs for a model whose modules are not ours: can a step be captured, and is its replay right?
 
-A module may read a result back and decide by it on the host, or keep on the host what changes from step to step. Torch
-tells of the first; the second shows in the replay of another step than the one that was captured.
+A module may read a result back to the host and branch on it, or keep host state that changes from step to step. Torch
+reports the former; the latter shows if a step other than the captured one is replayed.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ logger = logging.getLogger(__name__)
 
 _ROWS = 2  # rows of a trial's steps
 _PROMPT_LEN = 5
-# Cosine of the angle between logits. Attention may add up in another order, and send a token to another expert.
+# Least cosine of the angle between logits: attention may add in another order, which may route a token differently.
 _ALIKE = 0.9
 
 
 def sizes_that_pass(parts: RunnerParts, sizes: GraphSizes, context_len: int, tp: TPGroup) -> GraphSizes | None:
-    """Return the sizes, or what a trial leaves of them, which every rank leaves alike."""
+    """Return the sizes that pass the trial, the same on all ranks; None if not even decodes do."""
     layout = parts.attention.kv_layout
     pages = _ROWS * pages_for(_PROMPT_LEN + 1, layout.page_size)
     runner = dataclasses.replace(parts, num_slots=_ROWS).runner(
@@ -53,7 +52,7 @@ def sizes_that_pass(parts: RunnerParts, sizes: GraphSizes, context_len: int, tp:
 
 
 def _decode_fault(runner: StepRunner, max_seq_len: int) -> str | None:
-    """Return why no graph may hold a decode; None if one did. The runner has _ROWS slots and their pages."""
+    """Return why a decode cannot be captured, or None. The runner has _ROWS slots and their pages."""
     prefill, decode = _steps(runner)
     runner.forward(prefill)  # the decode reads its keys and values
     state, config = runner.state, runner.model.config
@@ -75,7 +74,7 @@ def _decode_fault(runner: StepRunner, max_seq_len: int) -> str | None:
 
 
 def _prefill_fault(runner: StepRunner, max_seq_len: int, tokens: int) -> str | None:
-    """Return why no graph of `tokens` tokens may hold a prefill; None if one did."""
+    """Return why a prefill cannot be captured in a graph of `tokens` tokens, or None."""
     prefill, _ = _steps(runner)
     host = step_inputs(prefill)
     inputs = views_like(upload(np.concatenate(host), runner.state.device), host)
@@ -117,12 +116,12 @@ def _steps(runner: StepRunner) -> tuple[Batch, Batch]:
 
 
 def _fault(launch: Callable[[], Tensor], replay: Callable[[], Tensor]) -> str | None:
-    """Return what is wrong with the replay of a step."""
+    """Return what is wrong with the replay of a step, or None."""
     launch()
     launched = launch().float().clone()
     torch.cuda.synchronize()
     try:
-        # Found so, before a capture fails and leaves torch's generator and allocator in its midst.
+        # This finds a synchronization before a capture fails, which would leave torch in the middle of a capture.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
             torch.cuda.set_sync_debug_mode("error")
@@ -133,8 +132,8 @@ def _fault(launch: Callable[[], Tensor], replay: Callable[[], Tensor]) -> str | 
         replayed = replay().float()
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:  # from any module of transformers, by way of torch
-        return f"the host takes part: {' '.join(str(error).split())[:200]}"
+    except RuntimeError as error:  # raised by torch, called by any module of transformers
+        return f"a module synchronizes with the host: {' '.join(str(error).split())[:200]}"
     cosine = float(torch.cosine_similarity(replayed.flatten(), launched.flatten(), dim=0))
     return None if cosine >= _ALIKE else f"a replay computes something else (cosine of the logits {cosine:.2f})"
 

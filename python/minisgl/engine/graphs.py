@@ -1,8 +1,8 @@
-"""CUDA graphs of steps: decodes for a few batch sizes, and the decoder of steps that prefill for a few token counts.
+"""CUDA graphs of steps: decodes for a few batch sizes, and prefills (the decoder without head) for a few token counts.
 
-Launched operation by operation, a layer takes the host some 0.25 ms, and the GPU less unless the step is large. A graph
-is launched at once, but its shapes are fixed: a step runs in the smallest graph that has room for it, padded. All
-graphs share one pool of memory, because one step is over before the next begins.
+Launching a layer operation by operation takes the host some 0.25 ms, and the GPU is faster unless the step is large. A
+graph is one launch, but its shapes are fixed: a step is padded to the smallest graph with room for it. All graphs share
+one pool of memory, because one step ends before the next begins.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ _DRAWN = SamplingFlags.SAMPLED | SamplingFlags.FILTERED
 
 
 def samples_from_graph(batch: Batch) -> bool:
-    """Return True if a decode's tokens are chosen as captured: neither masked nor processed."""
+    """Return True if the captured sampling serves a decode: no row has a grammar or processed logits."""
     return not batch.constrained and SamplingFlags.PROCESSED not in batch.flags
 
 
 class Graphs:
-    """Captures at construction; `captured` is called after each graph, of prefills first, the largest of them first."""
+    """All graphs, captured at construction: those of prefills first, then of decodes, each the largest first.
+
+    `captured` is called after each graph.
+    """
 
     def __init__(self, runner: StepRunner, sizes: GraphSizes, max_seq_len: int, captured: Callable[[], object]) -> None:
         memory = GraphMemory()
@@ -43,26 +46,26 @@ class Graphs:
         self._decode = DecodeGraphs(runner, sizes.decode, max_seq_len, memory, captured)
 
     def decode(self, batch: Batch) -> DecodeGraphs | None:
-        """Return what replays the plan if it is a decode that fits."""
+        """Return the graphs of decodes if the plan is a decode that fits."""
         return self._decode if self._decode.fits(batch) else None
 
     def prefill(self, batch: Batch) -> PrefillGraphs | None:
-        """Return what replays the forward of any other plan that fits."""
+        """Return the graphs of prefills if one has room for the plan."""
         return self._prefill if self._prefill is not None and self._prefill.fits(batch) else None
 
 
 class GraphMemory:
-    """Memory that graphs use between their first kernel and their last: no two of them run at a time."""
+    """Memory for intermediate results, which all graphs share because no two of them run at a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """Capture the launches of `run` on the current stream; return them and its result, which every replay writes.
+        """Capture the launches of `run` on the current stream; return the graph and `run`'s result.
 
-        A graph keeps no reference to the tensors it reads: its owner keeps what was alive at its capture.
+        Every replay writes that result. A graph keeps no reference to the tensors that it reads, so its owner must.
         """
-        run()  # libraries allocate their workspaces at the first call, which a graph must not hold
+        run()  # libraries allocate workspaces at their first call, which must not be captured
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream()):
             result = run()
@@ -76,19 +79,19 @@ class _CapturedStep:
     attention: CapturedDecode
     forward: torch.cuda.CUDAGraph
     sample: dict[SamplingFlags, tuple[torch.cuda.CUDAGraph, Tensor]]
-    keep: object
+    keep: object  # owns the tensors that the forward reads
 
 
 class DecodeGraphs:
     """Forward and sampling of decodes, captured for a few batch sizes at construction.
 
-    Graphs for every batch size would take long to capture and much memory, so a batch runs in the next larger one. Its
-    surplus rows compute all that the others do, and must do no harm: they name the scratch slot S, whose row writes to
-    a page that nobody else has, and whose length never grows. With sizes 1, 2, 4 and 8, five requests in the slots 4,
-    0, 2, 1 and 3 run as the rows [4, 0, 2, 1, 3, S, S, S], and the first five logits and tokens are read.
+    Graphs for every batch size would take long to capture and much memory, so a batch runs in the next larger size. Its
+    surplus rows are computed like the others, and must do no harm: they have the scratch slot S, which writes to the
+    scratch page, and whose length never grows. With sizes 1, 2, 4 and 8, five requests in the slots 4, 0, 2, 1 and 3
+    run as the rows [4, 0, 2, 1, 3, S, S, S], and only the first five logits and tokens are used.
 
-    A replay reads slots, lengths, tokens and pages from device state, so the rows' slots are all that is sent for it,
-    and these only when they change. The largest size is captured first, so that the smaller ones reuse its memory.
+    A replay reads lengths, tokens and pages from device state, so only the rows' slots are sent for it, and only if
+    they have changed. The largest size is captured first, so that the smaller ones reuse its memory.
     """
 
     def __init__(
@@ -102,7 +105,7 @@ class DecodeGraphs:
         self._runner = runner
         self._sizes = sizes
         self._max_seq_len = max_seq_len
-        # For all sizes, each of which uses their beginning: what one step leaves is read before the next begins.
+        # Shared by all sizes, each of which uses the first rows: a step's output is read before the next step begins.
         model, device, scratch_slot = runner.model, runner.state.device, runner.state.scratch_slot
         self._rows = np.full(sizes[-1], scratch_slot, dtype=np.int32)  # contents of `_slots`
         self._slots = torch.full((sizes[-1],), scratch_slot, dtype=torch.int64, device=device)
@@ -135,7 +138,7 @@ class DecodeGraphs:
         return _CapturedStep(attention, forward_graph, samples, context)
 
     def fits(self, batch: Batch) -> bool:
-        """Return True if the plan is a decode that a graph was captured for."""
+        """Return True if the plan is a decode for which a graph was captured."""
         return batch.is_decode and len(batch.slots) <= self._sizes[-1]
 
     def forward(self, batch: Batch) -> ForwardOutput:
@@ -145,7 +148,7 @@ class DecodeGraphs:
         padded[:rows] = batch.slots
         if not np.array_equal(self._rows[:size], padded):
             self._slots[:size] = upload(padded, self._slots.device)
-            self._rows[:size] = padded  # behind the upload, which may find no memory
+            self._rows[:size] = padded  # after the upload, which may run out of memory
         captured = self._captured[size]
         captured.attention.prepare(batch.start_pos)
         captured.forward.replay()
@@ -155,9 +158,9 @@ class DecodeGraphs:
         return ForwardOutput(logits, self._slots[:rows])
 
     def sample(self, batch: Batch) -> Tensor:
-        """Return the sampled tokens [rows] behind the same plan's forward, overwritten by the next replay.
+        """Replay the sampling after the same plan's forward; return the tokens [rows] until the next replay.
 
-        Not for plans whose rows are PROCESSED: the tables for that grow, so no graph may hold them.
+        No row may be PROCESSED: the tables of that grow, so they cannot be captured.
         """
         graphs = self._captured[self._size_for(batch)].sample
         flags = batch.flags & _DRAWN
@@ -171,21 +174,21 @@ class DecodeGraphs:
 
 @dataclass(slots=True)
 class _CapturedPrefill:
-    """Graph for one number of tokens, and what it reads."""
+    """Graph for one number of tokens, and the tensors that it reads."""
 
     rows: int  # without the row of the padding
-    packed: Tensor  # int32: StepInputs, of which the graph does not touch the last two
+    packed: Tensor  # int32: StepInputs, the last two of which the graph does not read
     inputs: StepInputs[Tensor]  # views of it
     context: ForwardContext
     graph: torch.cuda.CUDAGraph
 
 
 class PrefillGraphs:
-    """The decoder of steps that prefill, alone or beside decodes, captured for a few numbers of tokens.
+    """The decoder of steps with prefill rows, captured for a few token counts.
 
-    A graph has room for as many rows as its tokens can belong to. Which row each token belongs to, and how far it
-    reaches back, is sent with each step and read on the device. The head, which needs the sampling rows only, and the
-    sampling follow operation by operation.
+    A graph has room for as many rows as tokens. The row of each token and the row's length are sent with each step and
+    read on the device. The head, which only the sampling rows need, and the sampling are launched operation by
+    operation.
     """
 
     def __init__(
@@ -199,7 +202,7 @@ class PrefillGraphs:
         self._runner = runner
         self._sizes = sizes
         self._max_seq_len = max_seq_len
-        # For all graphs: what one leaves is read before the next is replayed.
+        # Shared by all graphs: one graph's output is read before the next is replayed.
         self._states = torch.empty(
             (sizes[-1], runner.model.config.hidden_size), dtype=runner.model.dtype, device=runner.state.device
         )
@@ -230,7 +233,7 @@ class PrefillGraphs:
         return _CapturedPrefill(rows, packed, inputs, context, graph)
 
     def fits(self, batch: Batch) -> bool:
-        """Return True if a graph has room for the plan's tokens, and is the fastest way."""
+        """Return True if a graph has room for the plan's tokens, and attention is not slower in it."""
         few = batch.num_tokens <= self._sizes[-1]
         return few and self._runner.attention.fits_graph(batch.query_lens, batch.start_pos + batch.query_lens)
 
@@ -243,7 +246,7 @@ class PrefillGraphs:
         packed = pinned(np.concatenate(host))
         captured.packed[: len(packed)].copy_(packed, non_blocking=True)
         captured.graph.replay()
-        # Copies, for what the sampling reads later must outlast the next step's inputs.
+        # Copies, because the sampling may read these after the next step's inputs have been written.
         views = views_like(captured.packed, host)
         logits_indices, slots = views.logits_indices.long(), views.sampling_slots.long()
         states = self._states[logits_indices]

@@ -1,8 +1,8 @@
-"""Logits that change before the temperature: forbidden ids, biases and penalties.
+"""Processing of logits before the temperature: forbidden ids, biases and penalties.
 
-The parameters are in tables on the device, indexed by slot (`logits_tables.py`). All that depends on the tokens so
-far (the penalties' counts, the beginnings of bad words, the number of output tokens) is read from `SlotState.tokens` in
-each step: nothing is counted along, so a request that re-enters after a retraction brings all of it with its tokens.
+The parameters are in tables on the device, indexed by slot (`logits_tables.py`). Everything that depends on the tokens
+so far (counts for penalties, beginnings of bad words, the number of output tokens) is computed from `SlotState.tokens`
+in each step. No counts are kept, so a request that re-enters after a retraction needs only its tokens.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from torch import Tensor
 from minisgl.engine.logits_tables import NO_ID
 from minisgl.engine.state import SlotState
 
-# Finite, so that a row whose every id is forbidden has a distribution all the same, and in this order: bad words and
-# min_tokens give way where the grammar and the allowed ids leave nothing else.
+# Finite, so that a row with every id forbidden still has a distribution. AVOIDED (bad words, min_tokens) is larger, so
+# that such ids are chosen if the grammar and the allowed ids leave no others.
 AVOIDED = -1e30
 EXCLUDED = -2e30
 _PIECE_ELEMENTS = 2**23  # size of temporary tensors
 
 
 def unpack_bits(bitmask: Tensor, vocab: int) -> Tensor:
-    """Unpack an int32 bitmask [S, words] to bool [S, vocab]; words that are not there count as 0."""
+    """Return an int32 bitmask [S, words] as bool [S, vocab]; missing words count as 0."""
     shifts = torch.arange(32, dtype=torch.int32, device=bitmask.device)
     bits = ((bitmask.unsqueeze(2) >> shifts) & 1).bool().flatten(1)[:, :vocab]
     return torch.nn.functional.pad(bits, (0, vocab - bits.shape[1]))
 
 
 def mask_logits(logits: Tensor, bitmask: Tensor) -> Tensor:
-    """Return a float32 copy of logits [S, V] without what the bitmask [S, ceil(V / 32)] does not allow."""
+    """Return a float32 copy of logits [S, V], with ids that the bitmask [S, ceil(V / 32)] forbids set to EXCLUDED."""
     return logits.float().masked_fill(~unpack_bits(bitmask, logits.shape[1]), EXCLUDED)
 
 
 def process_logits(logits: Tensor, slots: Tensor, state: SlotState, bitmask: Tensor | None) -> Tensor:
-    """Return a float32 copy of logits [S, V], changed as each row's parameters say; `bitmask` as in `mask_logits`."""
+    """Return a float32 copy of logits [S, V], processed with each row's parameters; `bitmask` as in `mask_logits`."""
     vocab = logits.shape[1]
     processed = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     piece = max(_PIECE_ELEMENTS // max(vocab, state.tokens.shape[1]), 1)
@@ -54,7 +54,7 @@ def _process_rows(logits: Tensor, slots: Tensor, state: SlotState, bitmask: Tens
     is_output = is_known & (position >= prompt_lens)
 
     def per_id(ids: Tensor, wanted: Tensor, values: Tensor) -> Tensor:
-        """Return float32 [S, V]: by id the sum of the values [S, n] where ids [S, n] have it and it is wanted."""
+        """Return float32 [S, V]: the sum by id of the values [S, n] at those ids [S, n] that are `wanted`."""
         sums = torch.zeros((len(slots), vocab + 1), device=logits.device)
         return sums.scatter_add_(1, torch.where(wanted, ids, vocab), values.expand(ids.shape))[:, :vocab]
 
@@ -83,7 +83,7 @@ def _process_rows(logits: Tensor, slots: Tensor, state: SlotState, bitmask: Tens
 
 
 def _has_begun(beginnings: Tensor, tokens: Tensor, lengths: Tensor, prompt_lens: Tensor) -> Tensor:
-    """Return bool [S, n]: the output ends in that one of the beginnings [S, n, k], which are right-aligned."""
+    """Return bool [S, n]: True if the output ends with that beginning [S, n, k]; beginnings are right-aligned."""
     last = lengths + torch.arange(-beginnings.shape[2], 0, device=tokens.device)  # [S, k] positions
     tail = torch.where(last >= prompt_lens, tokens.gather(1, last.clamp(min=0)), NO_ID - 1)
     matches: Tensor = ((beginnings == NO_ID) | (beginnings == tail.unsqueeze(1))).all(dim=2)

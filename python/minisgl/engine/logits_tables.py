@@ -1,4 +1,4 @@
-"""Tables of the parameters that change logits, on the device, indexed by slot."""
+"""Tables of the parameters for the processing of logits, on the device, indexed by slot."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from minisgl.core import MAX_BAD_WORD_TOKENS, NewRow
 from minisgl.uploads import upload
 
-NO_ID = -1  # fills the tables' rows
+NO_ID = -1  # fills the rest of the tables' rows
 
 
 class ProcessingTables:
-    """Tables of the parameters that change logits. Rows of slots without any are neutral.
+    """Tables of the parameters for the processing of logits. Rows of slots without parameters are neutral.
 
-    They grow to the widest row that was ever wanted; none has slots x vocabulary entries.
+    Tables grow to the widest row that was ever needed, instead of the size of the vocabulary.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
@@ -28,12 +28,12 @@ class ProcessingTables:
         self.frequency_penalty = torch.zeros(rows, dtype=torch.float32, device=device)
         self.repetition_penalty = torch.ones(rows, dtype=torch.float32, device=device)
         self.min_tokens = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.stop_ids = self._table(rows, 0)  # [rows, n]: forbidden until min_tokens
+        self.stop_ids = self._table(rows, 0)  # [rows, n]: ids that are forbidden until min_tokens
         self.bias_ids = self._table(rows, 0)  # [rows, n], each id once
         self.biases = torch.zeros((rows, 0), dtype=torch.float32, device=device)  # [rows, n]
-        # [rows, n, MAX_BAD_WORD_TOKENS]: each word ends in the last column; NO_ID before it stands for any token.
+        # [rows, n, MAX_BAD_WORD_TOKENS]: each word ends in the last column; NO_ID before it matches any token.
         self.bad_words = self._table(rows, 0, MAX_BAD_WORD_TOKENS)
-        self.is_restricted = torch.zeros(rows, dtype=torch.bool, device=device)  # to the ids of `allowed`
+        self.is_restricted = torch.zeros(rows, dtype=torch.bool, device=device)  # only ids of `allowed` may be chosen
         self.allowed = torch.zeros((rows, 0), dtype=torch.int32, device=device)  # bit i of word w: id 32 w + i
         self._used: set[int] = set()  # slots whose rows are not neutral
 
@@ -41,10 +41,10 @@ class ProcessingTables:
         return torch.full(shape, NO_ID, dtype=torch.int32, device=self.device)
 
     def enter(self, row: NewRow) -> None:
-        """Bring the slot's rows up to date."""
+        """Write the slot's rows for an entering request."""
         if row.slot in self._used:
             self._clear(row.slot)
-            self._used.remove(row.slot)  # in this order: a step that finds no memory leaves off anywhere
+            self._used.remove(row.slot)  # after `_clear`, which may run out of memory and be repeated
         if row.sampling.processed:
             self._used.add(row.slot)
             self._set(row)
@@ -75,7 +75,7 @@ class ProcessingTables:
         if sampling.logit_bias:
             biases = dict(sampling.logit_bias)
             wide = _widened(self.bias_ids, len(biases), NO_ID), _widened(self.biases, len(biases), 0.0)
-            self.bias_ids, self.biases = wide  # both or none
+            self.bias_ids, self.biases = wide  # together, because each allocation may run out of memory
             self._write(self.bias_ids, slot, np.array(list(biases), dtype=np.int32))
             self._write(self.biases, slot, np.array(list(biases.values()), dtype=np.float32))
         if sampling.bad_words_ids:
@@ -94,7 +94,7 @@ class ProcessingTables:
 
 
 def _widened(table: Tensor, width: int, fill: float) -> Tensor:
-    """Return the table with room for `width` entries a row."""
+    """Return the table with room for at least `width` entries in each row."""
     if table.shape[1] >= width:
         return table
     wide = torch.full(
@@ -105,7 +105,7 @@ def _widened(table: Tensor, width: int, fill: float) -> Tensor:
 
 
 def _right_aligned(words: Sequence[Sequence[int]]) -> NDArray[np.int32]:
-    """Return the words' ids [n, MAX_BAD_WORD_TOKENS], with NO_ID before them."""
+    """Return the words' ids [n, MAX_BAD_WORD_TOKENS], right-aligned, with NO_ID before them."""
     table = np.full((len(words), MAX_BAD_WORD_TOKENS), NO_ID, dtype=np.int32)
     for row, word in zip(table, words, strict=True):
         row[MAX_BAD_WORD_TOKENS - len(word) :] = word
@@ -113,7 +113,7 @@ def _right_aligned(words: Sequence[Sequence[int]]) -> NDArray[np.int32]:
 
 
 def _bitmask(ids: Sequence[int]) -> NDArray[np.int32]:
-    """Return words of 32 bits, the lowest first, in which the ids' bits are set."""
+    """Return a bitmask in int32 words, lowest ids first, with the bits of these ids set."""
     bits = np.zeros((max(ids) // 32 + 1) * 32, dtype=np.uint8)
     bits[np.asarray(ids)] = 1
     return np.packbits(bits, bitorder="little").view("<i4")

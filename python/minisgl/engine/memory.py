@@ -1,4 +1,4 @@
-"""Memory budget of a device: pages of the KV pool, and slots and snapshots of recurrent states. Arithmetic."""
+"""Memory budget of a device: computes the number of pages of the KV pool, and of slots and snapshots of states."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from minisgl.engine.device import GIB
 from minisgl.kvcache.layout import KVLayout
 from minisgl.kvcache.window import usual_ratio, windowed_pages
 
-CPU_POOL_LIMIT = 8 << 30  # bytes: more is of no use to a CPU and would surprise its owner
-# Sequences of full length, or many shorter ones, that a pool on the CPU holds: what it caches becomes the process's
-# memory page by page, and a CPU has not the time to use more.
+CPU_POOL_LIMIT = 8 << 30  # bytes; a CPU is too slow to use more, and its memory has other uses
+# Sequences of full length that a pool on the CPU holds, or more of shorter ones: as prefixes are cached, the pool's
+# pages become the process's memory, and a CPU is too slow to use more.
 CPU_SEQUENCES = 16
 STATE_SHARE = 0.5  # share of the memory for the pool that recurrent states may take; the rest is for pages
-SNAPSHOT_SHARE = 0.25  # share of that rest which snapshots of states take, unless --state-snapshots is given
-SNAPSHOTS_PER_SLOT = 4  # most snapshots for each slot, unless --state-snapshots is given
+SNAPSHOT_SHARE = 0.25  # share of that rest for snapshots of states, unless --state-snapshots is given
+SNAPSHOTS_PER_SLOT = 4  # largest number of snapshots for each slot, unless --state-snapshots is given
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
     """Bytes that a running engine takes on its GPU besides weights and KV pool."""
 
-    steps: int = 0  # the largest prefill chunk, sampling, slot state
-    graphs: int = 0  # all CUDA graphs, of prefills and decodes
+    steps: int = 0  # for the largest prefill chunk, sampling, slot state
+    graphs: int = 0  # for all CUDA graphs
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """Bytes for the KV pool, and the figures from which they were computed."""
+    """Bytes for the KV pool, and the figures from which they are computed."""
 
     pool: int
     total: int  # memory of the device
@@ -44,7 +44,7 @@ class MemoryBudget:
 
 
 def memory_budget(device: torch.device, memory_ratio: float, tp_size: int, needs: Needs) -> MemoryBudget:
-    """Return `memory_ratio` of the device's memory, less what is in use and what steps and graphs will need.
+    """Return the budget: `memory_ratio` of the device's memory, less the memory in use and the `needs`.
 
     Ranks on CPUs share the memory of one machine.
     """
@@ -57,14 +57,14 @@ def memory_budget(device: torch.device, memory_ratio: float, tp_size: int, needs
 
 
 def slots_that_fit(wanted: int, layout: KVLayout, budget: int) -> int:
-    """Return how many of the `wanted` requests may run: their states take at most STATE_SHARE of the budget's bytes."""
+    """Return how many of the `wanted` requests may run if their states take at most STATE_SHARE of the budget."""
     return max(min(wanted, int(STATE_SHARE * budget) // layout.slot_bytes - 1), 1)
 
 
 def snapshots_that_fit(wanted: int | None, num_slots: int, layout: KVLayout, budget: int) -> int:
-    """Return --state-snapshots, or as many as their share of the budget's bytes holds. ConfigError if too many.
+    """Return --state-snapshots, or as many snapshots as their share of the budget holds. ConfigError if too many.
 
-    One costs as much as K and V of some 3,000 tokens, for which the rest of the budget is.
+    A snapshot takes as much memory as K and V of some 3,000 tokens, for which the rest of the budget is.
     """
     left = max(budget - layout.state_bytes(num_slots), 0)
     fitting = left // layout.slot_bytes
@@ -79,7 +79,7 @@ def snapshots_that_fit(wanted: int | None, num_slots: int, layout: KVLayout, bud
 
 
 def describe_states(layout: KVLayout, num_slots: int, wanted: int, num_snapshots: int) -> str:
-    """Tell what the states of running requests take, whether they limit their number, and the number of snapshots."""
+    """Return a log line with the size of recurrent states, and the numbers of running requests and snapshots."""
     limited = f", so {num_slots} requests run at a time and not {wanted}" if num_slots < wanted else ""
     return (
         f"recurrent layers keep {layout.slot_bytes / 2**20:.1f} MiB of each running request{limited}; "
@@ -90,9 +90,9 @@ def describe_states(layout: KVLayout, num_slots: int, wanted: int, num_snapshots
 def pool_pages(
     config: EngineConfig, *, pool_bytes: Callable[[int], int], useful_pages: int, budget: MemoryBudget
 ) -> int:
-    """Return --num-pages, or as many as fit, and no more than all slots together can use. ConfigError if too many.
+    """Return --num-pages, or as many as fit, but at most `useful_pages`. ConfigError if --num-pages do not fit.
 
-    `pool_bytes` of a number of pages is that of the whole pool, with the pages that a windowed group has beside them.
+    `pool_bytes` returns the bytes of the whole pool for a number of pages, the windowed group's pages included.
     """
     numbers = range(max(useful_pages, config.num_pages or 1) + 1)
     fitting = max(bisect_right(numbers, budget.pool, key=pool_bytes) - 1, 0)
@@ -127,9 +127,10 @@ def pool_size(
     context_len: int,
     max_prefill_tokens: int,
 ) -> tuple[int, int]:
-    """Return the pages of the pool and those of its windowed group, which has none where no layer has a window.
+    """Return the number of pages of the pool, and of its windowed group (0 if there is none).
 
-    More pages than `useful_sequences` of full length take are of no use. ConfigError if a wanted number does not fit.
+    There are at most as many pages as `useful_sequences` of full length need. ConfigError if a configured number does
+    not fit.
     """
 
     def window_pages(num_pages: int) -> int:

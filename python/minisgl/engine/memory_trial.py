@@ -1,7 +1,7 @@
-"""Trial of what a running engine takes on its GPU besides weights and KV pool.
+"""Measures the memory that a running engine takes on its GPU besides weights and KV pool, in a trial.
 
-It has the slots of the real engine and a pool of one page, in which all rows read and write: what is computed is of no
-use, but its memory is the real one.
+The trial has all slots of the real engine and a pool of one page, which all rows read and write: the results are
+meaningless, but the memory is that of real steps.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from minisgl.limits import MAX_LOGPROBS
 
 
 def largest_step(num_slots: int, max_seq_len: int, max_tokens: int) -> Batch:
-    """Return a prefill of `max_tokens` in which every slot has a part, the first ones the longest, and all sample.
+    """Return a step of all slots with `max_tokens` prefill tokens, as many as possible in the first rows.
 
-    Every slot has a token in any case: decodes are not bounded by the tokens of a prefill.
+    Every slot has at least one token, because decodes do not count against the bound on prefill tokens.
     """
     query_lens = np.ones(num_slots, dtype=np.int32)
     left = max(max_tokens - num_slots, 0)
@@ -37,12 +37,12 @@ def largest_step(num_slots: int, max_seq_len: int, max_tokens: int) -> Batch:
 
 
 def longest_step(num_slots: int, max_seq_len: int, max_tokens: int) -> Batch:
-    """Return a prefill whose first row has all tokens but one for each other slot, behind as long a prefix as fits.
+    """Return a step whose first row has all tokens except one for each other slot, after the longest possible prefix.
 
-    All log-probabilities that a step can return are wanted: of the sampled tokens and of every token of the prompts.
+    It returns all log-probabilities that a step can: of the sampled tokens and of every token of the prompts.
     """
     query_lens, start_pos = np.ones(num_slots, dtype=np.int32), np.zeros(num_slots, dtype=np.int32)
-    last = max(max_seq_len - 1, 1)  # the token behind the last position is read, to be scored
+    last = max(max_seq_len - 1, 1)  # the token after the last position is read, because it is scored
     query_lens[0] = min(max(max_tokens - num_slots + 1, 1), last)
     start_pos[0] = last - query_lens[0]
     scored = ScoredTokens(np.arange(num_slots, dtype=np.int32), MAX_LOGPROBS, query_lens, MAX_LOGPROBS)
@@ -50,7 +50,7 @@ def longest_step(num_slots: int, max_seq_len: int, max_tokens: int) -> Batch:
 
 
 def _trial_step(start_pos: Int32Array, query_lens: Int32Array, logprobs: ScoredTokens | None = None) -> Batch:
-    """Return a step of all slots whose sampling is as much work as there is: processed logits are a float32 copy."""
+    """Return a step of all slots whose sampling takes the most memory: processed logits are a float32 copy."""
     return Batch(
         step=0,
         slots=np.arange(len(query_lens), dtype=np.int32),
@@ -64,27 +64,27 @@ def _trial_step(start_pos: Int32Array, query_lens: Int32Array, logprobs: ScoredT
 
 
 def run_trial(runner: StepRunner, batch: Batch) -> StepResult[Tensor]:
-    """Launch all that a step can consist of."""
+    """Run a step's forward and sampling with processed log-probabilities, which take the most memory."""
     return runner.sample(batch, runner.forward(batch), processed_logprobs=True)
 
 
 def measure_needs(parts: RunnerParts, sizes: GraphSizes | None, context_len: int, max_prefill_tokens: int) -> Needs:
-    """Return what steps and graphs take, from a trial."""
+    """Return the bytes that steps and graphs take, from a trial."""
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(parts.device)
     runner = parts.runner(0, 0, context_len)
-    # The trial's states are the real ones, and counted apart.
+    # The trial's recurrent states have their real size, which the budget of the pool counts.
     states = parts.attention.kv_layout.state_bytes(parts.num_slots, parts.num_snapshots)
     steps = steps_bytes(runner, before, context_len, max_prefill_tokens) - states
     torch.cuda.empty_cache()
     graphs = 0 if sizes is None else graphs_bytes(runner, sizes, context_len)
     del runner
-    torch.cuda.empty_cache()  # memory that torch keeps would look used
+    torch.cuda.empty_cache()  # memory that torch keeps for reuse would count as used
     return Needs(steps, graphs)
 
 
 def steps_bytes(runner: StepRunner, before: int, max_seq_len: int, max_tokens: int) -> int:
-    """Return what the largest steps add to the `before` bytes that torch had. ConfigError if one does not fit."""
+    """Return the bytes that the largest steps add to torch's `before` bytes. ConfigError if one does not fit."""
     device = runner.state.device
     runner.state.tokens.random_(0, runner.model.config.vocab_size)
     sizes = runner.state.scratch_slot, max_seq_len, max_tokens
@@ -104,10 +104,10 @@ def steps_bytes(runner: StepRunner, before: int, max_seq_len: int, max_tokens: i
 
 
 def graphs_bytes(runner: StepRunner, sizes: GraphSizes, max_seq_len: int) -> int:
-    """Return the bytes that the graphs of all these sizes take, from captures of three of each kind.
+    """Return the bytes of the graphs of all these sizes, extrapolated from three graphs of each kind.
 
-    These are the smallest and the two largest. The largest brings the memory that all share; the others, what grows
-    with their rows.
+    These are the smallest and the two largest. The largest allocates the memory that all share; the others show how the
+    rest grows with the size.
     """
     device = runner.state.device
     trial = GraphSizes(_ends(sizes.decode), _ends(sizes.prefill))
@@ -139,12 +139,12 @@ def graphs_bytes(runner: StepRunner, sizes: GraphSizes, max_seq_len: int) -> int
 
 
 def _ends(sizes: list[int]) -> list[int]:
-    """Return the smallest and the two largest."""
+    """Return the smallest and the two largest of ascending sizes."""
     return sorted({*sizes[:1], *sizes[-2:]})
 
 
 def _of_all(sizes: list[int], trial: list[int], taken: list[int]) -> int:
-    """Return what all sizes take, from what those of the trial took."""
+    """Return the bytes of all sizes, interpolated from those of the trial."""
     if len(sizes) <= 1:
         return sum(taken)
     return taken[-1] + int(sum(np.interp(sizes[:-1], trial[:-1], taken[:-1])))

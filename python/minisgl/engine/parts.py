@@ -49,21 +49,21 @@ Phase = Callable[[str], AbstractContextManager[None]]
 
 @dataclass(frozen=True, slots=True)
 class RunnerParts:
-    """Parts of a runner, whatever the size of its pool."""
+    """Parts of a runner that do not depend on the size of its pool."""
 
     queue: DeviceQueue
     model: Model
     num_slots: int
     num_snapshots: int  # snapshots of recurrent states
     attention: ModelAttention
-    attending: list[AttentionSpec]  # attention of the layers that attend
+    attending: list[AttentionSpec]  # of the layers with attention (not recurrent ones)
     ops: Ops
     sampler: Sampler
     device: torch.device
     sharded_logits: ShardedLogits | None = None
 
     def runner(self, num_pages: int, num_window_pages: int, max_seq_len: int) -> StepRunner:
-        """Return a runner with a pool of so many pages, and state of `max_seq_len` tokens a slot."""
+        """Return a runner with a pool of so many pages, and slots for `max_seq_len` tokens each."""
         layout = self.attention.kv_layout
         kv = KVPool(
             layout,
@@ -98,23 +98,23 @@ def load_parts(
     context_len: int,
     reuses_prefixes: bool,
 ) -> RunnerParts:
-    """Load a rank's kernels and weights, and count the slots and snapshots of recurrent states that fit.
+    """Load a rank's kernels and weights, and compute how many slots and snapshots of recurrent states fit.
 
-    ConfigError where the device cannot compute or hold the model.
+    ConfigError if the device cannot compute the model, or has too little memory for it.
     """
     specs = _layer_specs(config, model, tp, dtype)
     attending = [spec for spec in specs if isinstance(spec, AttentionSpec)]
     quantized = config.quantization != "auto" or model.quantization is not None
     if device.type == "cpu":
         bound_primitive_caches()
-    with phase("load kernels"):  # first: threads go on compiling them while weights are loaded
+    with phase("load kernels"):  # first, so that threads compile them while weights are loaded
         queue = make_queue(device, config.max_running_requests)
         ops = make_ops(device)
         sampler = _make_sampler(device, dtype)
         if device.type == "cuda":
             meta_model = build_model(model, tp=tp, dtype=dtype, device=torch.device("meta"))
             kernels = meta_model.kernel_needs(attending[0].kv_dtype)
-            if quantized:  # in which format experts are kept is known when they have been loaded
+            if quantized:  # the format of experts is known only after they have been loaded
                 kernels = dataclasses.replace(kernels, experts=frozenset())
             ops.begin_compiling(kernels)
         windows = [spec.window for spec in attending if spec.window is not None]
@@ -137,7 +137,7 @@ def load_parts(
 def _slots_and_snapshots(
     config: EngineConfig, layout: KVLayout, tp: TPGroup, device: torch.device, reuses_prefixes: bool
 ) -> tuple[int, int]:
-    """Return how many requests may run, fewer if states of recurrent layers limit them, and how many snapshots fit."""
+    """Return how many requests may run at a time, which recurrent states may limit, and how many snapshots fit."""
     wanted, num_snapshots = config.max_running_requests, 0
     if not layout.has_states:
         return wanted, num_snapshots
@@ -151,7 +151,7 @@ def _slots_and_snapshots(
 
 
 def _layer_specs(config: EngineConfig, model: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> list[LayerSpec]:
-    """Return each layer's attention on a rank, or the state that it keeps in the place of it."""
+    """Return the spec of each layer on a rank: its attention, or its recurrent state."""
     return [
         AttentionSpec.of(
             layer.attention,
@@ -204,7 +204,7 @@ def _load_weights(
 
 
 def _make_sampler(device: torch.device, dtype: torch.dtype) -> Sampler:
-    """Return the device's sampler; its kernels are compiled meanwhile, for logits of `dtype`."""
+    """Return the device's sampler, and begin to compile its kernels for logits of `dtype`."""
     if has_kernels(device):
         from minisgl.engine.cuda_sampler import CudaSampler
 
@@ -217,7 +217,7 @@ def _make_sampler(device: torch.device, dtype: torch.dtype) -> Sampler:
 def shard_logits(
     tp: TPGroup, sampler: Sampler, rows: int, model: ModelConfig, dtype: torch.dtype
 ) -> ShardedLogits | None:
-    """Return memory for the logits of captured decodes of up to `rows` rows, sharded; None where that cannot be."""
+    """Return memory for the sharded logits of captured decodes of up to `rows` rows; None if they cannot be sharded."""
     if isinstance(sampler, TorchSampler):
         return None
     from minisgl.engine.cuda_sampler import CudaSampler

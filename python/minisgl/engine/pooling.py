@@ -1,7 +1,7 @@
-"""Steps of a pooling model: each row that reaches the end of its prompt brings a vector in place of a token.
+"""Steps of a pooling model: each row that reaches the end of its prompt returns a vector instead of a token.
 
-The mean needs the states of all tokens, so a row's sum is kept in its slot from chunk to chunk; nothing of a prompt may
-come from the prefix cache. A chunk at position 0 begins the sum anew, whoever had the slot before.
+A mean needs the hidden states of all tokens, so a row's sum is kept by slot from chunk to chunk, and no part of a
+prompt may come from the prefix cache. A chunk at position 0 starts a new sum.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from minisgl.uploads import upload
 
 
 class PoolingRunner(StepRunner):
-    """StepRunner whose steps sample nothing."""
+    """StepRunner that returns vectors and samples no tokens."""
 
     def __init__(
         self,
@@ -36,12 +36,12 @@ class PoolingRunner(StepRunner):
         sampler: Sampler,
     ) -> None:
         super().__init__(model, kv, state, attention, ops, sampler)
-        self._sums: Tensor | None = None  # [slots, size] float32: of the tokens of each slot so far
+        self._sums: Tensor | None = None  # [slots, size] float32: sums over the tokens of each slot so far
         if model.pooling.method == "mean":
             self._sums = torch.zeros((len(state.lengths), model.pooling.size), device=state.device)
 
     def forward(self, batch: Batch) -> ForwardOutput:
-        """Run the model; leave the vectors of the rows that sample in place of logits."""
+        """Run the model; return the vectors of the rows that sample as `logits`."""
         host = step_inputs(batch)
         inputs = views_like(upload(np.concatenate(host), self.state.device), host)
         slots = inputs.sampling_slots.long()
@@ -79,5 +79,5 @@ class PoolingRunner(StepRunner):
         replay: Callable[[], Tensor] | None = None,  # noqa: ARG002
         processed_logprobs: bool = False,  # noqa: ARG002
     ) -> StepResult[Tensor]:
-        """Return the vectors; no token is chosen."""
+        """Return the vectors and no tokens."""
         return StepResult(forwarded.slots.int()[:0], vectors=forwarded.logits)

@@ -1,4 +1,4 @@
-"""Queues of steps that run one after another behind the host's back: a CUDA stream, or a thread for the CPU."""
+"""Queues of steps, which run one after another while the host continues: a CUDA stream, or a thread for the CPU."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _COPY_THREADS = 256
 
 
 def run_step(step: Callable[[], T]) -> T:
-    """Call `step`; a lack of memory becomes DeviceOutOfMemory, and memory that torch keeps for reuse is given back."""
+    """Call `step`. If it runs out of memory, empty torch's cache and raise DeviceOutOfMemory."""
     try:
         return step()
     except Exception as error:
         if not (isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY)):
             raise
         message = str(error).partition("\n")[0]
-    # Behind the handler, for the error's traceback holds the step's tensors.
+    # After the handler, because the error's traceback holds the step's tensors.
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
     raise DeviceOutOfMemory(message)
@@ -39,30 +39,30 @@ def run_step(step: Callable[[], T]) -> T:
 class DeviceQueue(Protocol):
     """Queue of functions that run in the order of submission.
 
-    DeviceOutOfMemory comes from `submit` or `launch` where the device is a stream, and where it is a thread, from what
-    they return.
+    On a stream, `submit` and `launch` raise DeviceOutOfMemory themselves; on a thread, the functions that they return
+    do.
     """
 
     def submit(self, step: Callable[[], StepResult[Tensor]]) -> PendingStep:
-        """Queue a step; return at once what waits for its result."""
+        """Queue a step; return at once a function that waits for its result."""
 
     def launch(self, function: Callable[[], T]) -> Callable[[], T]:
-        """Queue a function; return at once what gives its result to functions that are queued later."""
+        """Queue a function; return at once a function that gives its result to functions that are queued later."""
 
     def call(self, function: Callable[[], T]) -> T:
-        """Run a function behind what is queued and wait for its effects."""
+        """Run a function after those in the queue, and wait for its end on the device."""
 
     def close(self) -> None: ...
 
 
 def _as_array(tensor: Tensor) -> AnyArray:
-    """View a tensor on the host as an array that shares its memory."""
+    """Return a CPU tensor as an array that shares its memory."""
     array: AnyArray = tensor.numpy()
     return array
 
 
 class CpuQueue:
-    """Queue whose device is a thread: torch releases the interpreter while it computes, so the host works meanwhile."""
+    """Queue that is a thread: torch releases the GIL while it computes, so the host can continue."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "cpu-device", initializer=name_thread)
@@ -91,20 +91,20 @@ class CpuQueue:
 
 @dataclass(frozen=True, slots=True)
 class OutputBuffer:
-    """Pinned memory for the tokens of one step, and the event behind their device-to-host copy."""
+    """Pinned memory for the tokens of one step, and the event recorded after their device-to-host copy."""
 
     memory: Tensor  # [n] int32, pinned
     done: torch.cuda.Event
 
 
 class _CudaStep:
-    """A step under way on a stream. When its tokens have been read, another step's may take their place."""
+    """Step in flight on a stream. Its output buffer is reused once the tokens have been read."""
 
     def __init__(
         self,
         buffer: OutputBuffer,
         count: int,
-        rest: StepResult[Tensor],  # results besides tokens, on the host when the event is done
+        rest: StepResult[Tensor],  # results other than tokens, on the host once the event is complete
         give_back: Callable[[OutputBuffer], None],
     ) -> None:
         self._buffer: OutputBuffer | None = buffer
@@ -117,28 +117,28 @@ class _CudaStep:
         if buffer is not None:
             buffer.done.synchronize()
             self._tokens = self._tokens.copy()
-            self._buffer = None  # first: Ctrl-C must not let it be given back twice
+            self._buffer = None  # before `_give_back`: Ctrl-C in between must not give it back twice
             self._give_back(buffer)
         return self._rest.map_rest(self._tokens, _as_array)
 
 
 def _copy_to_host(tensor: Tensor) -> Tensor:
-    """Return a copy in pinned memory, there when the stream has come so far."""
+    """Return a copy in pinned memory, which is complete when the stream has reached it."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 
 
 class CudaQueue:
-    """Queue on a stream of its own, made the current one in a fraction of the time of `torch.cuda.stream`.
+    """Queue on a stream of its own, which `with` makes current in a fraction of the time of `torch.cuda.stream`.
 
-    Behind each step its tokens are copied to a pinned output buffer; waiting for an event reads them.
+    After each step its tokens are copied to a pinned output buffer; the host waits for an event and reads them.
     """
 
     def __init__(self, device: torch.device, num_slots: int) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._num_slots = num_slots  # most rows that a step samples
+        self._num_slots = num_slots  # largest number of rows that a step samples
         self._free: list[OutputBuffer] = []
-        self._buffers: list[OutputBuffer] = []  # all: a kernel may yet write to one that nobody waits for any more
+        self._buffers: list[OutputBuffer] = []  # keeps all alive: a kernel may still write to one that was abandoned
         self._copy_tokens = token_copier(device)
 
     def submit(self, step: Callable[[], StepResult[Tensor]]) -> PendingStep:
@@ -148,7 +148,7 @@ class CudaQueue:
     def _launch_step(self, step: Callable[[], StepResult[Tensor]]) -> _CudaStep:
         result = step()
         rest = result.map_rest(result.tokens, _copy_to_host)
-        buffer = self._free.pop() if self._free else self._make_buffer()  # behind all that may find no memory
+        buffer = self._free.pop() if self._free else self._make_buffer()  # after all that may run out of memory
         self._copy_tokens(result.tokens, buffer.memory)
         buffer.done.record(self._stream)
         return _CudaStep(buffer, len(result.tokens), rest, self._free.append)
@@ -175,7 +175,7 @@ class CudaQueue:
 
 
 def token_copier(device: torch.device) -> Callable[[Tensor, Tensor], object]:
-    """Return what copies tokens [n] int32 of the device to the beginning of pinned memory, in stream order."""
+    """Return a function that copies tokens [n] int32 to the start of pinned memory, in stream order."""
     if kernels_missing(device) is not None:
         return lambda tokens, memory: memory[: len(tokens)].copy_(tokens, non_blocking=True)
     from minisgl.kernel.compile import Compiler
@@ -191,5 +191,5 @@ def token_copier(device: torch.device) -> Callable[[Tensor, Tensor], object]:
 
 
 def make_queue(device: torch.device, num_slots: int) -> DeviceQueue:
-    """Return the device's queue of steps, each of which samples in at most `num_slots` rows."""
+    """Return the device's queue of steps; each step samples in at most `num_slots` rows."""
     return CudaQueue(device, num_slots) if device.type == "cuda" else CpuQueue()

@@ -1,12 +1,12 @@
-"""The choice of the next token of every sampling row in one batched pass, and log-probabilities of tokens.
+"""Sampling of the next token of every row in one batch, and log-probabilities of tokens.
 
-The choice depends on nothing but the row's logits, its parameters, its seed and the position of the token: one
-uniform number from a counter-based generator, and the inverse of the filtered distribution's cumulative sum taken in
-vocabulary order. So equal logits give a request equal tokens in any batch and after any restart; 16-bit logits move by
-rounding with the batch.
+A token depends only on the row's logits, parameters, seed and the token's position: a counter-based generator gives one
+uniform number, which is mapped through the inverse of the filtered distribution's cumulative sum in vocabulary order.
+So equal logits give equal tokens in any batch and after any restart; but 16-bit logits differ by rounding from batch to
+batch.
 
-Log-probabilities are the float32 log-softmax of logits, worked on in pieces of rows, so that a long prompt takes no
-more memory than a short one.
+Log-probabilities are the float32 log-softmax of logits, computed for a limited number of rows at a time, so that a long
+prompt takes no more memory than a short one.
 
 The generator is the finalizer of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators,
 OOPSLA 2014) applied to seed and position.
@@ -26,7 +26,7 @@ from minisgl.engine.state import SlotState
 
 
 def _signed(value: int) -> int:
-    """Return a 64-bit pattern as torch's signed int64."""
+    """Return the signed int64 with this 64-bit pattern."""
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
@@ -49,7 +49,7 @@ def _mix(x: Tensor) -> Tensor:
 def uniform(seed: Tensor, position: Tensor) -> Tensor:
     """Return one number in (0, 1) for each int64 (seed, position), as float32 with 23 random bits.
 
-    Seed 42 gives 0.5961 at position 0, 0.1604 at 1 and 0.1664 at 2: a position needs no state of those before it.
+    Seed 42 gives 0.5961 at position 0, 0.1604 at 1 and 0.1664 at 2. A position needs no state of earlier ones.
     """
     bits = _shift_right(_mix(_mix(seed) + (position + 1) * _GOLDEN), 41)
     return (bits.float() + 0.5) * 2.0**-23
@@ -58,9 +58,9 @@ def uniform(seed: Tensor, position: Tensor) -> Tensor:
 def filter_threshold(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Return the smallest probability that each row keeps, [S, 1]; equal probabilities are kept together.
 
-    The filters are those of transformers: the `top_k` most likely; of their mass, the shortest head that reaches
-    `top_p`; of those, all with at least `min_p` times the probability of the most likely. probs [S, V] float32; top_k 0
-    is no limit.
+    The filters are those of transformers: the `top_k` most likely tokens; of these, the shortest list in descending
+    order that has a share `top_p` of their mass; of these, all with at least `min_p` times the largest probability.
+    probs [S, V] float32; top_k 0 is no limit.
 
     Say a row has the probabilities 0.1, 0.4, 0.05, 0.3 and 0.15. top_k 3 keeps 0.4, 0.3 and 0.15: the threshold is
     0.15. top_p 0.8 of their mass 0.85 is 0.68, which 0.4 and 0.3 reach: 0.3. min_p 0.8 of 0.4 is 0.32: 0.4.
@@ -82,19 +82,19 @@ _GREEDY, _SAMPLED, _FILTERED = SamplingFlags(0), SamplingFlags.SAMPLED, Sampling
 
 
 class Sampler(Protocol):
-    """Chooses a token for each row, and appends it to the row's slot for the next step to read."""
+    """Samples a token for each row, and appends it to the row's slot, where the next step reads it."""
 
     @property
     def graph_flags(self) -> tuple[SamplingFlags, ...]:
-        """Flags of unprocessed rows that it launches different work for. The last is right for the others too."""
+        """Flags for which it launches different kernels, if no row is processed; the last ones serve any such rows."""
 
     def sample(
         self, logits: Tensor, slots: Tensor, state: SlotState, flags: SamplingFlags, bitmask: Tensor | None = None
     ) -> Tensor:
-        """Return tokens [S] int32 from the logits [S, V] of the rows in `slots` [S] int64, which are left as they are.
+        """Return tokens [S] int32 from the logits [S, V], which are not changed, of the rows in `slots` [S] int64.
 
-        `flags` of all rows together: they save work. `bitmask` [S, ceil(V / 32)] int32 allows id 32 w + i where bit i
-        of word w is set; None allows all.
+        `flags` are those of all rows together, and save work. `bitmask` [S, ceil(V / 32)] int32 allows id 32 w + i if
+        bit i of word w is set; None allows all.
         """
 
 
@@ -121,7 +121,7 @@ class TorchSampler:
 def _largest(logits: Tensor) -> Tensor:
     """Return the id of each row's largest logit, the first of equal ones: [S, V] -> [S] int64.
 
-    A CPU's `argmax` takes four times as long in 16 bits.
+    On a CPU `argmax` takes four times as long as `max` in 16 bits.
     """
     return logits.max(dim=1).indices if logits.is_cpu else logits.argmax(dim=1)
 
@@ -136,7 +136,7 @@ def _draw(logits: Tensor, slots: Tensor, state: SlotState, *, filtered: bool) ->
     cdf = probs.cumsum(dim=1)
     total = cdf[:, -1:]
     draw = uniform(state.seed[slots], state.lengths[slots].long()).unsqueeze(1)
-    # Below the total even when the product rounds up, so that the token found has a probability above 0.
+    # Below the total even if the product rounds up, so that the token has a probability above 0.
     target = torch.minimum(draw * total, torch.nextafter(total, torch.zeros_like(total)))
     chosen = torch.searchsorted(cdf, target, right=True).squeeze(1)
     chosen.clamp_(max=logits.shape[1] - 1)  # NaN logits give at least a valid token
@@ -147,16 +147,17 @@ _SCORED_ELEMENTS = 2**24  # logits scored at a time: 64 MiB in float32
 
 
 def no_logprobs(device: torch.device) -> Logprobs[Tensor]:
-    """Return the log-probabilities of no position."""
+    """Return log-probabilities of zero positions."""
     ids = torch.empty((0, 0), dtype=torch.int32, device=device)
     values = torch.empty((0, 0), dtype=torch.float32, device=device)
     return Logprobs(values.flatten(), ids.flatten(), ids, values)
 
 
 def compute_logprobs(logits: Callable[[slice], Tensor], tokens: Tensor, vocab: int, top: int) -> Logprobs[Tensor]:
-    """Score tokens int64[n], with `top` alternatives each. `logits` makes the logits [rows, vocab] of a slice of them.
+    """Return log-probabilities of tokens int64[n], with `top` alternatives each.
 
-    The chosen token's value is read from the same row as the alternatives': where it is one of them, the same bits.
+    `logits` returns the logits [rows, vocab] of a slice of the tokens. A token that is among its alternatives has the
+    same bits there.
     """
     if len(tokens) == 0:
         return no_logprobs(tokens.device)
@@ -178,9 +179,9 @@ def _score(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Te
 
 
 def _first_among_equals(ids: Tensor, tokens: Tensor, ranks: Tensor) -> Tensor:
-    """Put the chosen token before the alternatives [n, k] that are as likely: 16-bit logits are often equal.
+    """Return the alternatives [n, k] with the chosen token before those with equal logits, which 16 bits often have.
 
-    Without it, a greedy token need not be the first of its alternatives, nor one of them at all.
+    Otherwise a greedy token might not be the first of its alternatives, or not be among them.
     """
     token, index = tokens.unsqueeze(1), ranks.unsqueeze(1) - 1
     at = index.clamp(max=ids.shape[1] - 1)

@@ -1,8 +1,8 @@
-"""Logits of a decode that stay where they are computed: each GPU has those of its shard of the vocabulary.
+"""Sharded logits of decodes: each GPU keeps the logits of its shard of the vocabulary, and sampling reads them there.
 
-Without it every rank gathers [rows, vocab_size] in every step, 9.7 MB from each of two for 64 rows of Qwen3. Sampling
-needs little of that: the largest logit and the sum of each 512, and then the few groups that can matter, which
-csrc/sample.cu reads from the GPU that has them. All ranks compute the same from the same bits, so they agree.
+Otherwise every rank would gather [rows, vocab_size] in every step, 9.7 MB from each of two ranks for 64 rows of Qwen3.
+Sampling needs little of that: the maximum and sum of each 512 logits, then the few groups that can matter, which
+csrc/sample.cu reads from the GPU that has them. All ranks compute with the same bits, so they choose the same tokens.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from minisgl.engine.state import SlotState
 
 @dataclass(frozen=True, slots=True)
 class ShardedLogits:
-    """This rank's logits [rows, ids] of a step, in memory that all ranks read, and the sampling from all of them.
+    """This rank's logits [rows, ids] in memory that all ranks can read, and the sampling from all ranks' logits.
 
-    A rank may overwrite its own in the next step: it gets so far only when the others, behind their sampling, come to
-    that step's first all-reduce.
+    A rank may overwrite its logits in the next step, because that step's first all-reduce waits until all ranks have
+    ended their sampling.
     """
 
     tp: TPGroup
@@ -35,7 +35,7 @@ class ShardedLogits:
     def make(
         cls, tp: TPGroup, sampler: CudaSampler, *, rows: int, vocab_size: int, dtype: torch.dtype
     ) -> ShardedLogits | None:
-        """Return logits of up to `rows` rows; None where ranks cannot read one another's memory."""
+        """Return memory for up to `rows` rows; None if ranks cannot read one another's memory."""
         if not sampler.samples_sharded(-(-vocab_size // tp.size), tp.size):
             return None
         shared = tp.share_rows(rows, -(-vocab_size // tp.size), dtype)
@@ -46,13 +46,13 @@ class ShardedLogits:
 
     @property
     def own(self) -> Tensor:
-        """This rank's part."""
+        """Logits of this rank."""
         return self.shared.own
 
     def sample(self, own: Tensor, slots: Tensor, state: SlotState) -> Tensor:
-        """Return tokens [n] int32 of rows that are not processed, as `Sampler.sample` does."""
+        """Return tokens [n] int32 as `Sampler.sample` does; no row may be processed."""
         return self.sampler.sample_sharded(own, slots, state, self.tp, self.shared.addresses, self.vocab_size)
 
     def whole(self, own: Tensor) -> Tensor:
-        """Gather the logits [n, vocab_size]."""
+        """Return the logits [n, vocab_size], gathered from all ranks."""
         return self.tp.all_gather(own, self.vocab_size)

@@ -1,7 +1,7 @@
-"""State of every running request on the device: tensors indexed by slot.
+"""State of all running requests on the device, as tensors indexed by slot.
 
-The host sends differences only: a row when a request enters, page ids when it crosses a page boundary. A step reads
-its input tokens here and leaves the sampled ones here, so the next step can be launched before the host has seen them.
+The host sends only differences: a row when a request enters, page numbers when it crosses a page boundary. A step reads
+its input tokens here and writes the sampled ones here, so the next step can be launched before the host knows them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from minisgl.uploads import upload
 
 
 class SlotState:
-    """Rows for `num_slots` requests and one more, the scratch slot, that padding rows of a graph name."""
+    """Rows for `num_slots` requests, and one for the scratch slot of a graph's padding rows."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class SlotState:
         device: torch.device,
         scratch_window_page: int | None = None,
     ) -> None:
-        """`scratch_window_page`: that of layers with pages of their own, which get a page table of their own."""
+        """`scratch_window_page`: scratch page of the windowed group, which has a page table of its own, if any."""
         rows = num_slots + 1
         self.device = device
         self.scratch_slot = num_slots
@@ -51,7 +51,7 @@ class SlotState:
         self.processing = ProcessingTables(rows, device)
 
     def apply(self, batch: Batch) -> None:
-        """Bring the rows up to date for this step."""
+        """Write the plan's new rows and new pages."""
         if batch.new_rows:
             self._enter(batch.new_rows)
         if len(batch.new_pages):
@@ -60,7 +60,7 @@ class SlotState:
                 self._write(self.window_table, batch.new_pages[:, [0, 1, 3]])
 
     def _enter(self, rows: Sequence[NewRow]) -> None:
-        """Write all rows at once: each operation takes the host as long as the next."""
+        """Write all rows at once, because each launch takes the host the same time for any number of rows."""
         params = [row.sampling for row in rows]
         integers = [
             [row.slot for row in rows],
@@ -97,7 +97,7 @@ class SlotState:
         table.view(-1).scatter_(0, sent_indices, sent_values.view(torch.int32)[::2])  # the low half of each
 
     def out_cache_loc(self, page_table: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        """Return the indices [T] int64 in a group's pool of slots and positions [T]: page * page_size + offset."""
+        """Return the locations [T] int64 of slots and positions [T] in a group's pool: page * page_size + offset."""
         pages = page_table[slots, positions // self.page_size]
         return pages.long() * self.page_size + positions % self.page_size
 
@@ -108,13 +108,13 @@ class SlotState:
         """
         lengths = self.lengths[slots]
         real = (slots != self.scratch_slot).int()
-        # The scratch slot, of length 1 for ever, writes its first entry again and again.
+        # The scratch slot, whose length is always 1, overwrites its first entry.
         self.tokens[slots, lengths.long() * real] = sampled
         self.lengths[slots] = lengths + real
 
 
 def _beginnings(rows: Sequence[tuple[int, Int32Array]]) -> Int32Array:
-    """Return [k, 3] (slot, index, value): the values that each slot's row begins with."""
+    """Return [k, 3] (slot, index, value) for the values at the start of each slot's row."""
     lengths = [len(values) for _, values in rows]
     owners = np.repeat(np.array([slot for slot, _ in rows], dtype=np.int32), lengths)
     indices = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
