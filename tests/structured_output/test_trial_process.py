@@ -15,7 +15,8 @@ import pytest
 import minisgl
 from minisgl.core import MAX_GRAMMAR_CHARS, Grammar, InvalidRequest
 from minisgl.structured_output.translate import ebnf_as_lark
-from minisgl.structured_output.trial_process import WAIT_FACTOR, GrammarCheck, Outcome, Trial, TrialProcess
+from minisgl.structured_output.trial_process import WAIT_FACTOR
+from minisgl.structured_output.trials import GrammarCheck, Outcome, Trial, TrialProcess
 from minisgl.structured_output.validator import CheckFailed, GrammarValidator
 
 LETTERS = Grammar("regex", "[ab]{2,3}")
@@ -169,7 +170,7 @@ def test_the_process_finds_the_package_where_its_parent_found_it(tmp_path: Path)
     code = (
         f"import sys; sys.path.insert(0, {str(package.parent)!r})\n"
         "from minisgl.core import Grammar\n"
-        "from minisgl.structured_output.trial_process import Trial, TrialProcess\n"
+        "from minisgl.structured_output.trials import Trial, TrialProcess\n"
         "process = TrialProcess({})\n"
         "process.start(Trial(1, Grammar('regex', '[ab]'), 10.0))\n"
         "while not (outcomes := process.poll(1.0)): pass\n"

@@ -1,11 +1,11 @@
-"""Takes apart what gpt-oss writes (OpenAI's Harmony format, 2025): messages of several channels, behind each other.
+"""Parses the output of gpt-oss (OpenAI's Harmony format, 2025): messages of several channels, one after another.
 
     <|channel|>analysis<|message|>We need the weather.<|end|>
     <|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city":"Oslo"}<|call|>
 
-(without the line break). The prompt ends with `<|start|>assistant`, and what ends the answer, `<|call|>` or
-`<|return|>`, is no part of its text. `analysis` is reasoning, what goes `to=functions.NAME` a call, everything else
-content: the `final` channel, and `commentary` that the user is to see. The recipient may stand before the channel.
+(without the line break). The prompt ends with `<|start|>assistant`, and the token that ends the answer, `<|call|>` or
+`<|return|>`, is not part of its text. `analysis` is reasoning, a message `to=functions.NAME` is a call, and everything
+else is content: the `final` channel, and `commentary` for the user. The recipient may come before the channel.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ class _Kind(Enum):
 
     CONTENT = auto()
     REASONING = auto()
-    FRAMED_REASONING = auto()  # content with its markers, for who wants reasoning in the content
+    FRAMED_REASONING = auto()  # reasoning that stays in the content, with its markers
     CALL = auto()
 
 
 class HarmonyParser(StateParser):
-    """Reads one answer; a part that no header names is content.
+    """Parses one answer; text without a header is content.
 
-    `tools`: names that the client has declared, of which calls are read; none: calls are content. Without `reasoning`
-    they stay in the content, with their markers.
+    `tools`: names of the declared tools; if there are none, calls are content. Without `reasoning`, reasoning stays in
+    the content, with its markers.
     """
 
-    markers: ClassVar[tuple[str, ...]] = (CHANNEL,)  # with which a call begins
+    markers: ClassVar[tuple[str, ...]] = (CHANNEL,)  # a call begins with it
     kept: ClassVar[tuple[str, ...]] = (START, CHANNEL, MESSAGE, CONSTRAIN, *_LAST)
 
     def __init__(
@@ -72,11 +72,11 @@ class HarmonyParser(StateParser):
         self._tools = tools
         self._new_id = new_id
         self._separates_reasoning = reasoning
-        self._header_tokens = 0  # tokens of a header that is not complete
+        self._header_tokens = 0  # tokens of an incomplete header
         self._num_calls = 0
-        self._shown: set[_Kind] = set()  # kinds of which the answer has text already
+        self._shown: set[_Kind] = set()  # kinds that already have text in the answer
         self._kind = _Kind.CONTENT  # kind of the current message
-        self._begun = False  # it has some text
+        self._begun = False  # the current message has some text
         _, start, header = prompt_end.rpartition(START)
         if continued.strip():
             self._state = self._text
@@ -86,7 +86,7 @@ class HarmonyParser(StateParser):
             self._open(header)
 
     def feed(self, text: str, num_tokens: int = 0) -> list[Event]:
-        """Take the text that `num_tokens` tokens brought; return the events that are certain with it."""
+        """Add the text of `num_tokens` tokens; return the events that are certain now."""
         thinks = self._thinks
         self._buffer += text
         self._run()
@@ -100,7 +100,7 @@ class HarmonyParser(StateParser):
         return self._take_events()
 
     def finish(self) -> list[Event]:
-        """Return the events of what was held back, when no text follows. A header without a message says nothing."""
+        """Return the events of the text held back, at the end. A header without a message has none."""
         text, self._buffer = self._buffer, ""
         if self._state == self._text:
             self._say(text)
@@ -116,7 +116,7 @@ class HarmonyParser(StateParser):
         return self._state == self._text and self._kind in (_Kind.REASONING, _Kind.FRAMED_REASONING)
 
     def _first_header(self) -> bool:
-        """Look if a header goes on where the prompt ends, or the model answers without any."""
+        """Find out if the answer begins with a header, or with text directly."""
         stripped = self._buffer.lstrip()
         if stripped.startswith(_HEADS):
             self._state = self._between if stripped.startswith(START) else self._header

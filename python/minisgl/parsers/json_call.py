@@ -1,7 +1,7 @@
-"""Reads a tool call that is written as a JSON object, while it is being written.
+"""Reads a tool call in the form of a JSON object, while it is being generated.
 
-Models make mistakes in JSON, and a client should see what they wrote. So values are followed (strings and brackets)
-rather than checked; only the object around them must be one.
+Models make mistakes in JSON, and a client should see what they wrote. So values are only scanned for their end (strings
+and brackets), not validated; the object around them must be valid.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from minisgl.parsers.streaming import end_of, next_character
 ARGUMENT_KEYS = ("arguments", "parameters")
 
 _NO_ARGUMENTS = "{}"
-_IN_STRING = {quote: re.compile(rf"[^{quote}\\]*") for quote in "\"'"}  # characters that mean only themselves
-_BETWEEN = re.compile(r'[^"{}\[\]]*')  # characters that do not matter between brackets
+_IN_STRING = {quote: re.compile(rf"[^{quote}\\]*") for quote in "\"'"}  # ordinary characters of a string
+_BETWEEN = re.compile(r'[^"{}\[\]]*')  # characters outside of strings that do not nest
 _SCALAR = re.compile(r"[^\s,{}\[\]\":]*")
 
 
 class ValueEnd:
     """Finds the end of one value, whose first character is known.
 
-    The value is JSON's, or that of a language with strings and brackets like JSON's: `between` matches what does not
-    matter outside of its strings.
+    The value is JSON, or of a language with strings and brackets like JSON's: `between` matches the characters outside
+    of strings that do not nest.
     """
 
     def __init__(self, first: str, between: re.Pattern[str] = _BETWEEN) -> None:
         self._is_scalar = first not in '"{[('
         self._between = between
         self._depth = 0
-        self._quote = ""  # quote of the string that the text is in
+        self._quote = ""  # quotation mark of the current string, if in one
         self._escaped = False
-        self.code_chars = 0  # so far, outside of strings
+        self.code_chars = 0  # characters outside of strings so far
         self.ended = False
 
     def feed(self, text: str, at: int) -> int:
-        """Follow the value through the text from `at`; return how far it goes. It may have ended there."""
+        """Scan the text from `at`; return the position up to which it belongs to the value. See `ended`."""
         if self._is_scalar:
             end = end_of(_SCALAR, text, at)
             self.ended = end < len(text)
@@ -58,7 +58,7 @@ class ValueEnd:
         return at
 
     def _take(self, character: str) -> None:
-        """Take a quotation mark, a bracket, or a string's backslash."""
+        """Handle a quotation mark, a bracket, or a string's backslash."""
         if character == "\\":
             self._escaped = True
         elif character in _IN_STRING:
@@ -69,10 +69,10 @@ class ValueEnd:
 
 
 class JsonCall:
-    """Reads one call: `{"name": ..., "arguments": {...}}`, its members in any order and others beside them.
+    """Reads one call: `{"name": ..., "arguments": {...}}`, with its members in any order and possibly others.
 
-    With `names`, an object with any other name is no call. The call has `started` with the first character of its
-    arguments if its name is known by then, and from there on can no longer be taken back.
+    With `names`, an object with another name is no call. The call has `started` with the first character of its
+    arguments if its name is known by then; from there on it cannot become content any more.
     """
 
     def __init__(self, names: Collection[str] | None = None) -> None:
@@ -80,16 +80,16 @@ class JsonCall:
         self.name: str | None = None
         self.started = False
         self.done = False  # the object is complete
-        self.failed = False  # it is not a call, or nothing more of one
+        self.failed = False  # it is not a call, or the rest is not part of one
         self._key = ""
-        self._raw: list[str] = []  # the text of the key or value at hand, unless it is streamed
+        self._raw: list[str] = []  # text of the current key or value, unless it is streamed
         self._value = ValueEnd('"')
-        self._arguments: list[str] = []  # not taken yet
+        self._arguments: list[str] = []  # text of the arguments that has not been taken yet
         self._has_arguments = False
         self._state: Callable[[str, int], int] = self._open
 
     def feed(self, text: str) -> int:
-        """Take more text; return how much of it belongs to the object: all, until the call is done or has failed."""
+        """Add text; return how much of it belongs to the object: all, until the call is done or has failed."""
         at = 0
         while at < len(text) and not self.done and not self.failed:
             at = self._state(text, at)
@@ -97,14 +97,14 @@ class JsonCall:
         return at
 
     def take_arguments(self) -> str:
-        """Return the arguments that came since they were last taken; none before the call has started."""
+        """Return the text of the arguments since the last call; "" before the call has started."""
         if not self.started:
             return ""
         text = "".join(self._arguments)
         self._arguments.clear()
         return text
 
-    # The states. Each takes text from `at` and returns how far it came; one that fails leaves the character alone.
+    # The states. Each consumes text from `at` and returns the new position; one that fails does not consume.
 
     def _open(self, text: str, at: int) -> int:
         character, at = next_character(text, at)
@@ -175,7 +175,7 @@ class JsonCall:
                 self.failed = True
             return
         if self._key in ARGUMENT_KEYS and not self._has_arguments:
-            # Not an object. Some models write it as text, as OpenAI's API does; null stands for nothing.
+            # Not an object: some models write the arguments as a string, as OpenAI's API does, or null for none.
             value = _decoded(raw)
             text = value if isinstance(value, str) else raw
             self._arguments.append(_NO_ARGUMENTS if value is None or not text.strip() else text)

@@ -1,9 +1,9 @@
 """Tool calls that models write as JSON: Hermes' form, Llama 3's and Mistral's.
 
 - Hermes, Qwen2.5 and Qwen3: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
-- Llama 3.x: the whole answer is `{"name": ..., "parameters": {...}}`. Nothing but the name of a declared tool tells a
-  call from an answer that is JSON. `<|python_tag|>` may come before it, and models that call several tools write them
-  one after the other, with semicolons between them.
+- Llama 3.x: the whole answer is `{"name": ..., "parameters": {...}}`. Only the name of a declared tool distinguishes a
+  call from an answer that is JSON. `<|python_tag|>` may come before it, and models that call several tools write one
+  after another, separated by semicolons.
 - Mistral, after the token `[TOOL_CALLS]`: older models write a list, `[{"name": ..., "arguments": {...}}, ...]`; newer
   ones `name[ARGS]{...}`, with a `[TOOL_CALLS]` for each call, and some with `[CALL_ID]...` before the arguments.
 """
@@ -25,7 +25,7 @@ _BEFORE_ARGUMENTS = ("{", "[ARGS]", "[CALL_ID]")
 
 
 class HermesParser(ToolCallParser):
-    """Reads calls in tags of their own, with text between them or none."""
+    """Reads calls that have tags of their own, with or without text between them."""
 
     markers = ("<tool_call>",)
     kept = ("<tool_call>", "</tool_call>")
@@ -40,7 +40,7 @@ class HermesParser(ToolCallParser):
 
 
 class LlamaJsonParser(ToolCallParser):
-    """Reads a call at the beginning of the answer, behind the tag, or behind another call."""
+    """Reads a call at the beginning of the answer, after the tag, or after another call."""
 
     markers = ("<|python_tag|>",)
     kept = markers
@@ -73,7 +73,7 @@ class LlamaJsonParser(ToolCallParser):
 
 
 class MistralParser(ToolCallParser):
-    """Reads both forms, whichever the model writes."""
+    """Reads both of Mistral's forms."""
 
     markers = ("[TOOL_CALLS]",)
     kept = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")

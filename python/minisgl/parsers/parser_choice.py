@@ -1,4 +1,4 @@
-"""Chooses the parsers that a model needs, by its chat template or by flag, and joins them to one of a whole answer."""
+"""Chooses a model's parsers, by its chat template or by flag, and combines them into one parser of whole answers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from minisgl.parsers.streaming import Content, Event
 from minisgl.parsers.tool_calls import ToolCallParser, Tools
 
 AUTO, NONE = "auto", "none"
-PLAIN_FORM = "llama3_json"  # an object of JSON, and nothing around it
+PLAIN_FORM = "llama3_json"  # a JSON object with nothing around it
 
-TOOL_CALL_PARSERS: dict[str, type[ToolCallParser]] = {  # where a chat template shows several, the first counts
+TOOL_CALL_PARSERS: dict[str, type[ToolCallParser]] = {  # by precedence, if a chat template shows several forms
     "qwen3_coder": QwenCoderParser,
     "mistral": MistralParser,
     "hermes": HermesParser,
@@ -29,7 +29,7 @@ TOOL_CALL_PARSERS: dict[str, type[ToolCallParser]] = {  # where a chat template 
 
 
 def shown_tool_call_parser(templates: Iterable[str]) -> str:
-    """Name the parser for the form of calls that these chat templates show; none if they show none."""
+    """Return the name of the parser for the form of calls that these chat templates show, or NONE."""
     text = "\n".join(templates)
     if SHOWN_BY in text:
         return HARMONY
@@ -40,7 +40,7 @@ def shown_tool_call_parser(templates: Iterable[str]) -> str:
 
 
 def shown_reasoning_parser(templates: Iterable[str]) -> str:
-    """Name the parser for the reasoning before the answer that these chat templates show; none if they show none."""
+    """Return the name of the parser for the reasoning that these chat templates show, or NONE."""
     text = "\n".join(templates)
     return next((name for name, form in REASONING_FORMATS.items() if _shows(text, form.shown_by)), NONE)
 
@@ -51,22 +51,22 @@ def _shows(text: str, signs: tuple[str, ...]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Parsers:
-    """Names of the parsers by which this server takes answers apart."""
+    """Names of the parsers of a model's answers."""
 
     tool_calls: str = NONE
     reasoning: str = NONE
-    call_form: str = NONE  # in which calls are demanded: `tool_grammar.FORMS` has two for Mistral
+    call_form: str = NONE  # form of demanded calls in `tool_grammar.FORMS`, which has two for Mistral
 
     @classmethod
     def choose(cls, tool_calls: str, reasoning: str, templates: Collection[str]) -> Parsers:
-        """Choose as the flags say; where they say auto, as the chat templates show."""
+        """Return the parsers that the flags name, or for `auto` those that the chat templates show."""
         name = shown_tool_call_parser(templates) if tool_calls == AUTO else tool_calls
         named = name == "mistral" and any("[ARGS]" in template for template in templates)
         reasoning = shown_reasoning_parser(templates) if reasoning == AUTO else reasoning
         return cls(name, reasoning, "mistral_named" if named else name)
 
     def demanding_calls(self) -> Parsers:
-        """Return these parsers with a form for calls, in plain JSON if the model is known to have none of its own."""
+        """Return these parsers with a form for calls: plain JSON if the model has none of its own."""
         return self if self.tool_calls != NONE else replace(self, tool_calls=PLAIN_FORM, call_form=PLAIN_FORM)
 
     @property
@@ -75,11 +75,11 @@ class Parsers:
 
     @property
     def is_harmony(self) -> bool:
-        """True if answers have channels, of which one parser takes reasoning, content and calls."""
+        """True if answers have channels, which one parser splits into reasoning, content and calls."""
         return HARMONY in (self.tool_calls, self.reasoning)
 
     def markers(self, *, tools: bool, reasoning: bool) -> tuple[str, ...]:
-        """Return the markers that must stay in the text for these parsers, even where they are special tokens."""
+        """Return the markers that the text must keep for these parsers, even if they are special tokens."""
         if self.is_harmony:
             return HarmonyParser.kept
         markers: tuple[str, ...] = ()
@@ -93,7 +93,7 @@ class Parsers:
     def parser(
         self, tools: Tools | None, *, reasoning: bool, prompt_end: str, continued: str = ""
     ) -> AnswerParser | None:
-        """Make the parser of one answer that begins as `start_of_answer` says; None if none is needed."""
+        """Return the parser of one answer, which begins as `start_of_answer` says; None if none is needed."""
         if self.is_harmony:
             names = tools if tools and self.tool_calls == HARMONY else ()
             reasoning = reasoning and self.reasoning == HARMONY
@@ -110,7 +110,7 @@ class Parsers:
 
 
 class OutputParser:
-    """Splits one answer: reasoning first, then content and tool calls. A part without a parser is content."""
+    """Splits one answer into reasoning, content and tool calls. Parts without a parser are content."""
 
     def __init__(self, reasoning: ReasoningParser | None, tool_calls: ToolCallParser | None) -> None:
         self._reasoning = reasoning
@@ -119,7 +119,7 @@ class OutputParser:
         self.reasoning_tokens = 0  # so far, markers included
 
     def feed(self, text: str, num_tokens: int = 0) -> list[Event]:
-        """Take the text that `num_tokens` tokens brought; return the events that are certain with it."""
+        """Add the text of `num_tokens` tokens; return the events that are certain now."""
         if self._reasoning is None:
             return self._content(text)
         before = self._reasoning.position
@@ -133,7 +133,7 @@ class OutputParser:
         return self._parse_content(events)
 
     def finish(self) -> list[Event]:
-        """Return the events of what was held back, when no text follows."""
+        """Return the events of the text held back, at the end."""
         events = [] if self._reasoning is None else self._parse_content(self._reasoning.finish())
         return events if self._tool_calls is None else events + self._tool_calls.finish()
 
@@ -153,10 +153,10 @@ AnswerParser: TypeAlias = OutputParser | HarmonyParser
 
 
 def long_id() -> str:
-    """Make the id of a call as OpenAI's API does."""
+    """Return a new id of a call in the form of OpenAI's API."""
     return f"call_{secrets.token_hex(12)}"
 
 
 def short_id() -> str:
-    """Make the id of a call of nine letters and digits: Mistral's templates take nothing else."""
+    """Return a new id of a call with nine letters and digits, which Mistral's templates require."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))

@@ -1,10 +1,10 @@
-"""Reads values that are written as plain text: strings without quotation marks, everything else as JSON.
+"""Reads values in plain text: strings without quotation marks, everything else as JSON.
 
-The schema says what a text means. `typed` returns the JSON that a text means (for the parser); `texts_of` and
+The schema determines the meaning of a text. `typed` returns the JSON for a text (for the parser); `texts_of` and
 `is_exact` say which texts a schema allows (for the grammars of `structured_output.tool_grammar`).
 
-Schemas are a client's: their references may branch at every level and go round in circles. A question looks at each
-part of a schema once, without recursion, and pays for it from an `Allowance`.
+Schemas come from clients: their references may branch at every level and form cycles. Each function visits each part of
+a schema once, without recursion, and takes the parts from an `Allowance`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from minisgl.core import InvalidRequest
 
 Schema = Mapping[str, Any]
 
-MAX_ALTERNATIVES = 20_000  # parts of schemas and named values; looking at them takes some 10 ms
+MAX_ALTERNATIVES = 20_000  # parts of schemas and named values; visiting them takes some 10 ms
 SAYS_NOTHING = frozenset(("title", "description", "default", "examples", "deprecated", "$comment", "$schema"))
 ALL_TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
 _MAX_LITERAL_CHARS = 20_000  # characters of Python's notation, which takes far longer to read than JSON
@@ -34,12 +34,12 @@ _NAMED = frozenset(("const", "enum"))
 
 @dataclass(slots=True)
 class Allowance:
-    """Bounds how much of a client's schemas is looked at."""
+    """Bounds how many parts of a client's schemas are visited."""
 
     left: int = MAX_ALTERNATIVES
 
     def spend(self, parts: int) -> None:
-        """Take so many parts of it; InvalidRequest if they are not left."""
+        """Use up `parts` of the allowance; InvalidRequest if they are not left."""
         self.left -= parts
         if self.left < 0:
             text = f"tools have parameters with too many alternatives: at most {MAX_ALTERNATIVES} are supported"
@@ -47,7 +47,7 @@ class Allowance:
 
 
 def types_of(schema: Any, root: Schema, allowance: Allowance) -> frozenset[str]:
-    """Return the JSON types that a schema allows; string where it does not say. InvalidRequest beyond the allowance."""
+    """Return the JSON types that a schema allows; string if it does not say. InvalidRequest beyond the allowance."""
     found = _alternatives(schema, root, _NAMED | {"type"}, allowance)
     return frozenset().union(*(_types_of_one(one, allowance) for one in found.schemas))
 
@@ -59,7 +59,7 @@ def texts_of(schema: Any, root: Schema, allowance: Allowance) -> list[str] | Non
 
 
 def is_exact(schema: Any, root: Schema, allowance: Allowance) -> bool:
-    """Return True if a value follows the schema whenever its text is one of `texts_of`, or any where that has none.
+    """Return True if every value whose text is one of `texts_of` (any text if that is None) follows the schema.
 
     InvalidRequest beyond the allowance.
     """
@@ -73,7 +73,7 @@ def is_exact(schema: Any, root: Schema, allowance: Allowance) -> bool:
 
 
 def typed(text: str, types: frozenset[str]) -> str:
-    """Return the JSON text of a value; a string if it is of none of these types."""
+    """Return a value's text as JSON: of one of these types if possible, else a string."""
     word = text.strip()
     if "null" in types and word.lower() in ("null", "none"):
         return "null"
@@ -101,16 +101,17 @@ def typed(text: str, types: frozenset[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Alternatives:
-    """Schemas of which a value follows one. `only`: nothing else is asked of it."""
+    """Schemas, one of which a value must follow. `only`: there are no other conditions."""
 
     schemas: list[Any]
     only: bool
 
 
 def _alternatives(schema: Any, root: Schema, ends: frozenset[str], allowance: Allowance) -> _Alternatives:
-    """Follow references and options, as pydantic writes them, up to schemas with one of the keywords `ends`, or none.
+    """Return the schemas at the end of references and options, in the forms that pydantic writes.
 
-    Each schema is met once, however many references lead to it. If they lead nowhere, it is the one that they began at.
+    A schema with one of the keywords `ends` is not followed further. Each schema is visited once, however many
+    references lead to it. If they lead only in a cycle, the result is the first schema.
     """
     found: list[Any] = []
     only = True
@@ -135,7 +136,7 @@ def _alternatives(schema: Any, root: Schema, ends: frozenset[str], allowance: Al
 
 
 def _target(schema: Any, root: Schema) -> Any:
-    """Return the schema that this one stands for, if it is a mere reference to one at the root; else itself."""
+    """Return the schema that this one refers to, if it is only a reference to a definition; else itself."""
     if not isinstance(schema, Mapping):
         return schema
     if isinstance(parts := schema.get("allOf"), list) and len(parts) == 1 and not _keywords(schema) - {"allOf"}:
@@ -163,7 +164,7 @@ def _types_of_one(schema: Any, allowance: Allowance) -> frozenset[str]:
 
 
 def _allows_any_text(schema: Any, root: Schema, allowance: Allowance) -> bool:
-    """Return True if all that a text may stand for is allowed."""
+    """Return True if the schema allows every value that a text can mean."""
     found = _alternatives(schema, root, frozenset(), allowance)
     texts = [_is_any_text(one, allowance) for one in found.schemas]
     others = [one for one, is_text in zip(found.schemas, texts, strict=True) if not is_text]
@@ -177,7 +178,7 @@ def _is_any_text(schema: Any, allowance: Allowance) -> bool:
 
 
 def _is_bare(schema: Any) -> bool:
-    """Return True if it says nothing of a value but its type, which is a simple one."""
+    """Return True if the schema has no condition but a type, which is a simple one."""
     simple = ("string", "integer", "number", "boolean", "null")
     kinds = schema.get("type") if isinstance(schema, Mapping) else None
     named = kinds if isinstance(kinds, list) else [kinds]
@@ -189,7 +190,7 @@ def _keywords(schema: Schema) -> set[str]:
 
 
 def _values(schema: Any, root: Schema, allowance: Allowance) -> list[Any] | None:
-    """Return all values that a schema allows, if it names them."""
+    """Return all values that a schema allows, if it lists them."""
     values: list[Any] = []
     for one in _alternatives(schema, root, _NAMED, allowance).schemas:
         if not isinstance(one, Mapping):
@@ -217,7 +218,7 @@ def _text_of(value: Any, allowance: Allowance) -> str:
 
 
 def _options(schema: Schema) -> list[Any] | None:
-    """Return the options of a schema that has some."""
+    """Return the options of a schema (anyOf, oneOf), if it has any."""
     return next((options for key in _OPTIONS if isinstance(options := schema.get(key), list)), None)
 
 

@@ -1,7 +1,7 @@
 """Tool calls of Llama 3.2 and 4 in Python's syntax: `[name(key=value, ...), ...]`, with literals as values.
 
-A call is held back until its closing parenthesis: only then is it sure that it is one. It is content if there is more
-in it than can be read in a moment.
+A call is held back until its closing parenthesis, because only then it is certain to be a call. One that would take
+long to read is content.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from minisgl.parsers.json_call import ValueEnd
 from minisgl.parsers.streaming import end_of, next_character
 from minisgl.parsers.tool_calls import ToolCallParser, Tools
 
-MAX_CODE_CHARS = 20_000  # characters of a call besides its strings: Python takes some 50 ms to read them
+MAX_CODE_CHARS = 20_000  # characters of a call outside of its strings, which Python reads in some 50 ms
 _NAME = re.compile(r"(?:[^\W\d][\w.]*)?")
-_BETWEEN = re.compile(r"[^\"'()\[\]{}]*")  # characters that do not matter between brackets
+_BETWEEN = re.compile(r"[^\"'()\[\]{}]*")  # characters outside of strings that do not nest
 _CONSTANTS = {"true": True, "false": False, "null": None}  # JSON's, which models mix in
 
 
 class PythonicParser(ToolCallParser):
-    """Reads a list of calls that is the whole answer, or comes behind `<|python_start|>`."""
+    """Reads a list of calls that is the whole answer, or comes after `<|python_start|>`."""
 
     markers = ("<|python_start|>",)
     kept = ("<|python_start|>", "<|python_end|>")
@@ -89,12 +89,12 @@ class _Call:
         self._text = ""
         self._parentheses = ValueEnd("(", _BETWEEN)
         self.name = ""
-        self.arguments = ""  # JSON, when done
+        self.arguments = ""  # JSON, once the call is done
         self.done = False
         self.failed = False
 
     def feed(self, text: str) -> int:
-        """Take more text; return how much of it belongs to the call."""
+        """Add text; return how much of it belongs to the call."""
         at = 0 if self.name else self._read_name(text)
         if self.name and at < len(text):
             begin, at = at, self._parentheses.feed(text, at)

@@ -8,8 +8,8 @@
     </function>
     </tool_call>
 
-Values are plain text; what they mean, the tool's schema says. A value that can only be a string goes out while it is
-written, any other when it is complete.
+Values are plain text, whose meaning the tool's schema determines. A value that can only be a string is streamed; any
+other is sent when it is complete.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _VALUE_ENDS = (f"\n{_PARAMETER_END}", _PARAMETER_END)
 
 
 class QwenCoderParser(ToolCallParser):
-    """Reads calls in tags. The outer ones may be missing, as models forget them."""
+    """Reads calls in tags. The outer tags may be missing, because models forget them."""
 
     markers = ("<tool_call>", _FUNCTION)
     kept = ("<tool_call>", _CALL_END)
@@ -56,7 +56,7 @@ class QwenCoderParser(ToolCallParser):
         if name is None:
             return False
         if not name:
-            # Not again as a marker, or this would go on for ever.
+            # The tag must not be found as a marker again, which would repeat without end.
             self._take_head(len(self._buffer) - len(self._buffer.lstrip().removeprefix(_FUNCTION)))
             self._reject()
             return True
@@ -67,7 +67,7 @@ class QwenCoderParser(ToolCallParser):
         return True
 
     def _tag(self, opening: str) -> str | None:
-        """Consume `<opening=value>` and return the value: None while it may still come, empty if it does not."""
+        """Consume `<opening=value>` and return the value; None while it may still come, "" if it does not come."""
         stripped = self._buffer.lstrip()
         if opening.startswith(stripped):
             return None
@@ -83,7 +83,7 @@ class QwenCoderParser(ToolCallParser):
         return name
 
     def _between(self) -> bool:
-        """Look for what comes between parameters: one of three tags."""
+        """Find the tag after a parameter: another parameter's, or the end of the function or the call."""
         stripped = self._buffer.lstrip()
         tags = (_PARAMETER, _FUNCTION_END, _CALL_END)
         tag = next((tag for tag in tags if stripped.startswith(tag)), None)
@@ -154,7 +154,7 @@ class QwenCoderParser(ToolCallParser):
         return text, found is not None
 
     def _value_types(self) -> frozenset[str]:
-        """Return the types that the parameter may have: all, if its schema has more alternatives than are looked at."""
+        """Return the types that the parameter may have: all, if its schema exceeds the allowance."""
         place = self._function, self._key
         if place not in self._types:
             root = self._tools.get(self._function, {})

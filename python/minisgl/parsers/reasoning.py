@@ -1,7 +1,7 @@
-"""Splits the reasoning that a model writes first from its answer.
+"""Splits a model's reasoning, which comes first, from its answer.
 
-The reasoning is between an opening and a closing marker. A chat template may have written the opening one at the end of
-the prompt, or empty reasoning, so that there is none in the answer. The line breaks beside the markers belong to them.
+The reasoning is between an opening and a closing marker. A chat template may write the opening marker at the end of the
+prompt, or empty reasoning, after which the answer has none. The line breaks next to markers are removed with them.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from minisgl.parsers.streaming import Content, Event, Reasoning, StateParser, po
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """Form in which a family of models writes its reasoning."""
+    """Format of the reasoning of a family of models."""
 
     opening: str
     closing: str
-    starts_inside: bool = False  # even where neither prompt nor answer has the opening marker
-    shown_by: tuple[str, ...] = ()  # texts that such chat templates have, all of them; none: by flag alone
-    has_channels: bool = False  # the answer has a marker in front of it too: `HarmonyParser` reads them
+    starts_inside: bool = False  # answers begin with reasoning even if there is no opening marker
+    shown_by: tuple[str, ...] = ()  # texts that all must be in the chat template; (): chosen by flag only
+    has_channels: bool = False  # the answer has a marker before it too: `HarmonyParser` parses it
 
 
-REASONING_FORMATS = {  # by the name of the parser; where several are shown, the first counts
+REASONING_FORMATS = {  # by the name of the parser; in order of precedence, if a chat template shows several
     HARMONY: ReasoningFormat(SHOWN_BY, END, shown_by=(SHOWN_BY,), has_channels=True),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]", shown_by=("[THINK]",)),
     "deepseek_r1": ReasoningFormat("<think>", "</think>", shown_by=("</think>", "<｜Assistant｜>"), starts_inside=True),
@@ -33,15 +33,15 @@ REASONING_FORMATS = {  # by the name of the parser; where several are shown, the
 
 
 class Place(Enum):
-    """Place in an answer: at its beginning, or where its parser stands."""
+    """Position relative to the reasoning, at the beginning of an answer or of its parser."""
 
     UNDECIDED = auto()  # reasoning may follow
     INSIDE = auto()  # within reasoning
-    OUTSIDE = auto()  # there is no reasoning, or no longer
+    OUTSIDE = auto()  # after the reasoning, or there is none
 
 
 def start_of_answer(form: ReasoningFormat, prompt_end: str, continued: str = "") -> Place:
-    """Find where the answer to a prompt with this end begins, or what follows its `continued` beginning."""
+    """Return the position at which an answer begins, from the prompt's end and the message that it continues."""
     if continued.strip():
         return Place.INSIDE if continued.rfind(form.opening) > continued.rfind(form.closing) else Place.OUTSIDE
     end = prompt_end.rstrip()
@@ -53,7 +53,7 @@ def start_of_answer(form: ReasoningFormat, prompt_end: str, continued: str = "")
 
 
 class ReasoningParser(StateParser):
-    """Splits one answer. The text that is no reasoning comes as Content."""
+    """Splits one answer into Reasoning and Content."""
 
     def __init__(self, form: ReasoningFormat, start: Place) -> None:
         super().__init__(self._answer if start is Place.OUTSIDE else self._opening)
@@ -61,7 +61,7 @@ class ReasoningParser(StateParser):
         self.position = start
 
     def finish(self) -> list[Event]:
-        """Return the events of what was held back, when no text follows."""
+        """Return the events of the text held back, at the end."""
         text, self._buffer = self._buffer, ""
         if not text:
             return []

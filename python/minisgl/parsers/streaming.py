@@ -1,6 +1,6 @@
-"""Events that parsers emit, and the search for markers in text that comes in pieces.
+"""Events that parsers return, the base class of parsers, and searches for markers in text that comes in pieces.
 
-The texts of one kind of event are to be joined in order; calls are numbered from 0.
+The texts of events of one kind must be concatenated in order; calls are numbered from 0.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of a call's arguments: together JSON text as the model wrote it, so cut short where the model was."""
+    """Part of a call's arguments. Together they are the JSON text that the model wrote, perhaps cut short."""
 
     index: int
     text: str
@@ -44,13 +44,13 @@ class CallArguments:
 
 Event: TypeAlias = Content | Reasoning | CallStart | CallArguments
 
-State: TypeAlias = Callable[[], bool]  # takes text from the front of the buffer; False: it needs more
+State: TypeAlias = Callable[[], bool]  # consumes the start of the buffer; False: it needs more text
 
 _NOT_SPACE = re.compile(r"\S")
 
 
 class StateParser:
-    """Takes one answer apart by states, each of which chooses the next: text in, events out."""
+    """Parser of one answer as a state machine: the current state consumes text, adds events and sets the next state."""
 
     def __init__(self, state: State) -> None:
         self._buffer = ""  # not consumed yet
@@ -58,7 +58,7 @@ class StateParser:
         self._events: list[Event] = []
 
     def feed(self, text: str) -> list[Event]:
-        """Take more text; return the events that are certain with it."""
+        """Add text; return the events that are certain now."""
         self._buffer += text
         self._run()
         return self._take_events()
@@ -73,15 +73,15 @@ class StateParser:
 
 
 def find_first(text: str, markers: Iterable[str]) -> tuple[int, str] | None:
-    """Find the first marker: its place in the text, and which it is."""
+    """Return the position of the first marker in the text, and the marker; None if there is none."""
     found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
     return min(found, default=None)
 
 
 def possible_start(text: str, markers: Iterable[str]) -> int:
-    """Return the place of the text's longest end that may begin a marker; the text's length if there is none.
+    """Return where the longest end of the text that may begin a marker starts; the text's length if there is none.
 
-    "so <too" may go on with "l_call>": `possible_start("so <too", ("<tool_call>",))` is 3.
+    "so <too" may continue with "l_call>": `possible_start("so <too", ("<tool_call>",))` is 3.
     """
     first = len(text)
     for marker in markers:
@@ -94,12 +94,12 @@ def possible_start(text: str, markers: Iterable[str]) -> int:
 
 
 def end_of(pattern: re.Pattern[str], text: str, at: int = 0) -> int:
-    """Return where a pattern that also matches nothing (`[a-z]*`) ends in the text if it begins at `at`."""
+    """Return the end of a pattern's match at `at`; the pattern also matches "" (such as `[a-z]*`)."""
     found = pattern.match(text, at)
     return at if found is None else found.end()
 
 
 def next_character(text: str, at: int = 0) -> tuple[str, int]:
-    """Return the first character from `at` on that is not white space, and its place; "" at the end of the text."""
+    """Return the first character from `at` on that is not white space, and its position; "" if there is none."""
     found = _NOT_SPACE.search(text, at)
     return (found[0], found.start()) if found else ("", len(text))

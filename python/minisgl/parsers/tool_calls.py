@@ -1,6 +1,6 @@
-"""Base class of tool call parsers: the text around calls, and what was taken for a call and is none.
+"""Base class of tool call parsers: handles the text around calls, and text that looked like a call and is none.
 
-White space next to a call belongs to it: models put a line break there that nobody should see.
+White space next to a call is removed with it: models write a line break there that is not part of the content.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from minisgl.parsers.streaming import (
     possible_start,
 )
 
-Tools = Mapping[str, Mapping[str, Any]]  # the JSON schema of the parameters of each tool
+Tools = Mapping[str, Mapping[str, Any]]  # JSON schema of the parameters, by the tool's name
 
 
 class ToolCallParser(StateParser, ABC):
-    """Reads one answer. `new_id` makes the id of each call; `tools` are those that the client declared."""
+    """Parses one answer. `new_id` returns an id for each call; `tools` are those that the client declared."""
 
-    markers: ClassVar[tuple[str, ...]]  # with one of these a call begins
-    kept: ClassVar[tuple[str, ...]]  # texts that must stay, even if they are special tokens
-    shown_by: ClassVar[tuple[str, ...]] = ()  # texts that chat templates with this form have, all; none: by flag alone
+    markers: ClassVar[tuple[str, ...]]  # a call begins with one of these
+    kept: ClassVar[tuple[str, ...]]  # texts that the detokenizer must keep, even if they are special tokens
+    shown_by: ClassVar[tuple[str, ...]] = ()  # texts that all must be in the chat template; (): chosen by flag only
     contradicted_by: ClassVar[tuple[str, ...]] = ()  # texts of other forms that look like this one
 
     def __init__(self, tools: Tools, new_id: Callable[[], str]) -> None:
@@ -37,14 +37,14 @@ class ToolCallParser(StateParser, ABC):
         self._tools = tools
         self._new_id = new_id
         self._num_calls = 0
-        self._head = ""  # consumed, but content again if no call comes of it: up to the call itself
-        self._raw = ""  # text of the call itself, in which further calls may hide
-        self._after_call = False  # nothing but white space came since a call
+        self._head = ""  # text consumed before the call itself, which is content if it turns out to be no call
+        self._raw = ""  # text of the call itself; if it turns out to be no call, it is parsed again for calls
+        self._after_call = False  # only white space came since the last call
         self._json = JsonCall()
         self._after_json: State = self._content
 
     def finish(self) -> list[Event]:
-        """Return the events of what was held back, when no text follows."""
+        """Return the events of the text held back, at the end."""
         while self._head or self._raw:
             self._reject()
             self._run()
@@ -55,10 +55,10 @@ class ToolCallParser(StateParser, ABC):
 
     @abstractmethod
     def _begin(self) -> None:
-        """Choose the state for the text after a marker."""
+        """Set the state for the text after a marker."""
 
     def _content(self) -> bool:
-        """Pass on text between calls, up to a marker or what may become one."""
+        """Emit text between calls, up to a marker or text that may become one."""
         found = find_first(self._buffer, self.markers)
         end = possible_start(self._buffer, self.markers) if found is None else found[0]
         shown = self._buffer[:end].rstrip()
@@ -72,7 +72,7 @@ class ToolCallParser(StateParser, ABC):
         return True
 
     def _take_head(self, end: int, start: int = 0) -> None:
-        """Consume the buffer up to `end`; what comes from `start` on is content if no call follows."""
+        """Consume the buffer up to `end`; its part from `start` on becomes content if no call follows."""
         self._head += self._buffer[start:end]
         self._buffer = self._buffer[end:]
 
@@ -85,7 +85,7 @@ class ToolCallParser(StateParser, ABC):
             self._events.append(Content(text))
 
     def _reject(self) -> None:
-        """Give back what is no call. In the text that looked like one, another may begin."""
+        """Return to the content: emit the head, and parse the text of the supposed call again."""
         head, raw, self._head, self._raw = self._head, self._raw, "", ""
         self._say(head)
         self._buffer = raw + self._buffer
@@ -97,7 +97,7 @@ class ToolCallParser(StateParser, ABC):
         self._num_calls += 1
 
     def _add(self, arguments: str) -> None:
-        """Add to the arguments of the last call that was started."""
+        """Add text to the arguments of the last call."""
         if arguments:
             self._events.append(CallArguments(self._num_calls - 1, arguments))
 
@@ -106,7 +106,7 @@ class ToolCallParser(StateParser, ABC):
         self._state = then
 
     def _begin_json(self, then: State, *, declared: bool = False) -> None:
-        """Read a call as a JSON object, then go on. Where no marker says that it is a call, it must be `declared`."""
+        """Read a call as a JSON object, then continue with `then`. `declared`: only declared tools make it a call."""
         self._json = JsonCall(self._tools.keys() if declared else None)
         self._after_json = then
         self._state = self._in_json
@@ -131,7 +131,7 @@ class ToolCallParser(StateParser, ABC):
         return True
 
     def _expect(self, text: str, then: State) -> bool:
-        """Skip white space and this text, if it is there, and go on with `then` in any case."""
+        """Skip white space and this text, if it is there, and continue with `then` in any case."""
         stripped = self._buffer.lstrip()
         if text.startswith(stripped) and stripped != text:
             return False

@@ -1,14 +1,14 @@
-"""Structured output: grammars that an answer must follow, on llguidance.
+"""Structured output: grammars that an answer must follow, with llguidance.
 
 A `core.Grammar` passes through these modules in order:
 
-- `response_format` (API process): what clients ask for becomes a Grammar; `tool_grammar` demands tool calls in the
-  model's own form, as a `grammar_template`.
-- `validator` (tokenizer worker): puts the model's reasoning before the answer and has the grammar tried, in the order
-  of `compile_queue`, by `trial_process`. `translate` turns every kind into llguidance's notation, by way of `ebnf` and
-  `json_schema`.
-- `matcher` (scheduler of rank 0): follows it, token by token, and fills the grammar bitmask. The scheduler knows
-  matchers by their `protocol` only.
+- `response_format` (API process) makes a Grammar of a request's fields; `tool_grammar` makes one that demands tool
+  calls in the model's own form, as a `grammar_template`.
+- `validator` (tokenizer worker) puts the model's reasoning before the answer, and has the grammar tried by
+  `trial_process`, through `trials`, in the order of `compile_queue`. `translate` writes every kind in llguidance's
+  notation, with `ebnf` and `json_schema`.
+- `matcher` (scheduler of rank 0) follows the grammar, token by token, and fills the grammar bitmask. The scheduler
+  knows matchers only by their `protocol`.
 
 The modules of the API process import no llguidance, and none imports torch.
 """

@@ -1,9 +1,9 @@
 """Queue of new grammars to try, fair to clients. Pure: no clock, no processes.
 
-A grammar may take all the time that it is given, and a client may send many of them. So one grammar of a client is
-under way at a time, and beside it one that is cheap to all appearance, because not all who share an address or a key
-are hostile; the others of the client wait. Of what may go, the cheap goes first, then what is of a client that has used
-less time, then what came first. Every `OLDEST_TURNS`-th turn is the oldest one's, so that all get theirs.
+A grammar may use up its whole time limit, and a client may send many. So at most two grammars of a client are under way
+at a time: one, and one more that looks cheap, because users who share an address or a key are not all hostile. Among
+the others that may start, cheaper ones go first, then those of clients that have used less time, then the oldest. Every
+`OLDEST_TURNS`-th turn takes the oldest one in any case, so that none waits for ever.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Generic, TypeVar
 from minisgl.core import Grammar
 
 OLDEST_TURNS = 8
-CHEAP = 16_384  # value of `estimated_cost` that takes some 50 ms
-MAX_WAITING_CHARS = 64 * 2**20  # all waiting grammars together
-MAX_CLIENT_CHARS = 8 * 2**20  # waiting grammars of one client
-ENTRY_CHARS = 1024  # counted for an item besides its text
+CHEAP = 16_384  # `estimated_cost` of a grammar that takes some 50 ms
+MAX_WAITING_CHARS = 64 * 2**20  # of all waiting grammars together
+MAX_CLIENT_CHARS = 8 * 2**20  # of the waiting grammars of one client
+ENTRY_CHARS = 1024  # counted for each item in addition to its text
 _MAX_COST = 10**12
 
 _COUNTS = re.compile(r"\{(\d{1,9})(?:,(\d{0,9}))?\}")
@@ -29,15 +29,15 @@ T = TypeVar("T", bound=Hashable)
 
 
 class QueueFull(Exception):
-    """Too much waits already, in all or of this client."""
+    """Too many grammars wait, in all or of this client."""
 
 
 @dataclass(slots=True)
 class _Waiting:
-    clients: set[str]  # clients that ask for it
+    clients: set[str]  # clients that want it
     cost: int
     chars: int
-    charged: str  # the client whose share of the memory it takes
+    charged: str  # client against whose MAX_CLIENT_CHARS it counts
 
     @property
     def is_cheap(self) -> bool:
@@ -45,21 +45,21 @@ class _Waiting:
 
 
 class CompileQueue(Generic[T]):
-    """Items that wait or are under way. Several clients may ask for one item."""
+    """Items that wait or are under way. Several clients may want the same item."""
 
     def __init__(self) -> None:
-        self._waiting: dict[T, _Waiting] = {}  # in the order that they came
-        self._running: dict[T, tuple[str, bool]] = {}  # with the client whose turn it is; whether it is cheap
-        self._seconds: dict[str, float] = {}  # used by each client that has an item here
-        self._chars: dict[str, int] = {}  # waiting, by client
+        self._waiting: dict[T, _Waiting] = {}  # in order of arrival
+        self._running: dict[T, tuple[str, bool]] = {}  # the client that is charged, and True if it is cheap
+        self._seconds: dict[str, float] = {}  # time used by each client that has an item here
+        self._chars: dict[str, int] = {}  # characters of waiting items, by client
         self._turns = 0
 
     def __len__(self) -> int:
-        """Items that wait."""
+        """Return the number of waiting items."""
         return len(self._waiting)
 
     def add(self, item: T, client: str, *, cost: int, chars: int) -> None:
-        """Add an item for a client; it may wait already, for others. QueueFull if there is no room for it."""
+        """Add an item for a client; other clients may already wait for it. QueueFull if there is no room."""
         if item in self._waiting:
             self._waiting[item].clients.add(client)
         else:
@@ -72,16 +72,16 @@ class CompileQueue(Generic[T]):
         self._seconds.setdefault(client, 0.0)
 
     def remove(self, item: T) -> None:
-        """Drop an item that nobody asks for any more; one that is under way goes on."""
+        """Remove a waiting item that no client wants any more; an item under way is not stopped."""
         if item in self._waiting:
             self._forget(self._take(item))
 
     def next(self) -> T | None:
-        """Take the item that is to be tried now; None if none waits whose client is free."""
-        busy: dict[bool, set[str]] = {True: set(), False: set()}  # clients with a cheap one, and with another
+        """Return the item to try now; None if no waiting item has a client that is free."""
+        busy: dict[bool, set[str]] = {True: set(), False: set()}  # clients with a cheap item, and with another
         for client, is_cheap in self._running.values():
             busy[is_cheap].add(client)
-        free: dict[T, set[str]] = {}  # the clients who may have their turn with it
+        free: dict[T, set[str]] = {}  # by item: its clients that are free
         for item, waiting in self._waiting.items():
             if clients := waiting.clients - busy[waiting.is_cheap]:
                 free[item] = clients
@@ -96,14 +96,14 @@ class CompileQueue(Generic[T]):
         return item
 
     def finish(self, item: T, seconds: float) -> None:
-        """Take note that an item has been tried, and charge its client the seconds."""
+        """Record that an item has been tried, and charge its client the seconds."""
         client, _ = self._running.pop(item)
         if client in self._seconds:
             self._seconds[client] += seconds
         self._forget_client(client)
 
     def _place(self, item: T, clients: set[str]) -> tuple[int, float]:
-        """Rank of an item that waits: the smallest goes first. Costs count by their order of magnitude."""
+        """Return the sort key of a waiting item: the smallest goes first. Costs count by their order of magnitude."""
         magnitude = max(self._waiting[item].cost.bit_length() - CHEAP.bit_length(), 0)
         return magnitude, min(map(self._used, clients))
 
@@ -122,16 +122,16 @@ class CompileQueue(Generic[T]):
             self._forget_client(client)
 
     def _forget_client(self, client: str) -> None:
-        """Forget the seconds of a client that has no item here any more."""
+        """Drop the seconds of a client that has no item here any more."""
         is_waiting = any(client in waiting.clients for waiting in self._waiting.values())
         if not is_waiting and all(client != running for running, _ in self._running.values()):
             self._seconds.pop(client, None)
 
 
 def estimated_cost(grammar: Grammar) -> int:
-    """Count a grammar's characters once its repetitions are written out as if each stood within the others.
+    """Return the number of a grammar's characters if its repetitions were written out, each nested in the others.
 
-    It takes a time in proportion to the text. In a schema each string is looked at by itself, and numbers are added.
+    The time is proportional to the text's length. In a schema each string is counted separately, and numbers are added.
     """
     if grammar.kind not in ("json_schema", "closed_json_schema"):
         return _written_out(grammar.text)

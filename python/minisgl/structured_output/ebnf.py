@@ -5,9 +5,9 @@ r"""Translates EBNF in the notation of GBNF (llama.cpp, xgrammar) to llguidance'
     term   ::= "(" expr ")" | [0-9]{1,9}
 
 GBNF has no lexer; llguidance has one, which is greedy: among the terminals that may come it takes the longest text.
-So everything that needs no recursion becomes one terminal, as large as possible: a grammar without recursion is one
-regular expression, which is exact. Between terminals of a recursive rule greed remains: in `x ::= y "a"` with
-`y ::= "(" x ")" | [a-z]+` the letters take every "a" that directly follows them.
+So every part without recursion becomes one terminal, as large as possible: a grammar without recursion becomes one
+regular expression, which is exact. Between the terminals of a recursive rule the lexer remains greedy: in
+`x ::= y "a"` with `y ::= "(" x ")" | [a-z]+` the letters take every "a" that directly follows them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class EbnfError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class _Chars:
-    """A regular expression that matches a literal or one character."""
+    """Regular expression that matches a literal or one character."""
 
     expression: str
 
@@ -59,7 +59,7 @@ _Node: TypeAlias = _Chars | _Ref | _Sequence | _Choice | _Repeat
 
 
 def ebnf_to_lark(text: str) -> str:
-    """Return the same language in llguidance's Lark; EbnfError if the text is no grammar with a rule `root`."""
+    """Return a grammar of the same language in llguidance's Lark; EbnfError if the text is not valid EBNF."""
     rules = _Parser(text).grammar()
     return _Printer(rules).lark()
 
@@ -104,7 +104,7 @@ class _Parser:
 
     @property
     def _kind(self) -> str:
-        """Kind of the next token: a group's name, or the mark itself."""
+        """Kind of the next token: the name of its group in `_TOKEN`, or the mark itself."""
         if self._next == len(self._tokens):
             return "end"
         token = self._tokens[self._next]
@@ -245,7 +245,7 @@ def _is_character(code: int) -> bool:
 
 
 def _quoted(char: str) -> str:
-    """Write a character of a regular expression; an escaped one comes with its backslash."""
+    """Return a character as a regular expression; an escaped one has its backslash before it."""
     char = char[-1]
     return char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}"
 
@@ -279,7 +279,7 @@ class _Printer:
         return all(self.regular[name] for name in _references(node))
 
     def _rule(self, node: _Node) -> str:
-        """Write a part of a rule. Neighbours that need no recursion are one terminal."""
+        """Return a part of a rule in Lark. Neighbours without recursion become one terminal."""
         if self._is_regular(node):
             return self._new_terminal(node)
         match node:
@@ -291,7 +291,7 @@ class _Printer:
                 return _written(node, self._rule)
 
     def _joined(self, items: tuple[_Node, ...]) -> list[_Node]:
-        """Join neighbours that need no recursion."""
+        """Return the items with neighbours without recursion joined."""
         joined: list[_Node] = []
         for is_regular, group in groupby(items, self._is_regular):
             neighbours = tuple(group)
@@ -307,7 +307,7 @@ class _Printer:
         return name
 
     def _terminal(self, node: _Node) -> str:
-        """Write a part of a terminal."""
+        """Return a part of a terminal in Lark."""
         if not isinstance(node, _Ref):
             return _written(node, self._terminal)
         if node.name not in self.terminals:
@@ -318,7 +318,7 @@ class _Printer:
 
 
 def _written(node: _Node, written: Callable[[_Node], str]) -> str:
-    """Write a node of Lark; `written` writes the nodes within it."""
+    """Return a node in Lark; `written` returns the nodes within it."""
     match node:
         case _Chars(expression):
             return f"/{expression}/" if expression else '""'
@@ -349,7 +349,7 @@ def _references(node: _Node) -> set[str]:
 
 
 def _depth_first(roots: Iterable[str], rules: dict[str, _Node]) -> list[str]:
-    """Order the rules that the roots lead to, each behind those that it names, as far as there is no circle."""
+    """Return the rules reachable from the roots, each after those that it names, except in cycles."""
     order: list[str] = []
     seen: set[str] = set()
     for root in roots:

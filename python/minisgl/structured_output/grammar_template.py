@@ -1,10 +1,10 @@
-r"""Grammar templates: llguidance's dialect of Lark with parts that only the model's tokenizer and a compiler can fill.
+r"""Grammar templates: llguidance's dialect of Lark with directives, which need the model's tokens and a compiler.
 
-The server writes them, never a client. Three directives stand for what is filled in (`translate.complete_template`):
+Only the server writes templates, never a client. `translate.complete_template` replaces the three directives:
 
-    %marker "..."                 a marker: the token of that text, or the text where the model has no such token
-    %until name "..."             a rule for TEXT up to and with a marker
-    %grammar name [kind, text]    a rule for what a `core.Grammar` allows, which may be a template itself
+    %marker "..."                 marker: the token with that text, or the text if the model has no such token
+    %until name "..."             rule for TEXT up to a marker, with the marker
+    %grammar name [kind, text]    rule for the language of a `core.Grammar`, which may be a template itself
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ DIRECTIVE = re.compile(
 
 
 def text_literal(text: str) -> str:
-    """Write a literal of Lark."""
+    """Return a literal of Lark."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def marker(text: str) -> str:
-    """Write the directive for a marker."""
+    """Return the directive for a marker."""
     return f"%marker {text_literal(text)}"
 
 
 def until_rule(name: str, text: str) -> str:
-    """Write the directive for a rule: TEXT up to and with a marker."""
+    """Return the directive for a rule for TEXT up to a marker, with the marker."""
     return f"%until {name} {text_literal(text)}"
 
 
 def grammar_rule(name: str, grammar: Grammar) -> str:
-    """Write the directive for a rule: what the grammar allows."""
+    """Return the directive for a rule for the grammar's language."""
     return f"%grammar {name} {json.dumps([grammar.kind, grammar.text], ensure_ascii=False)}"
 
 
 def with_closed_schemas(grammar: Grammar) -> Grammar:
-    """Return the grammar with every json_schema, also those within a template, as closed_json_schema."""
+    """Return the grammar with every json_schema, also within a template, as closed_json_schema."""
     if grammar.kind == "json_schema":
         return Grammar("closed_json_schema", grammar.text)
     if grammar.kind != "template":
@@ -65,10 +65,10 @@ def with_closed_schemas(grammar: Grammar) -> Grammar:
 
 
 def after_reasoning(grammar: Grammar, form: ReasoningFormat, tokens: Container[str], *, is_open: bool) -> Grammar:
-    """Return the template of free reasoning and then the grammar.
+    """Return the template of free reasoning followed by the grammar.
 
-    `is_open`: the prompt has opened the reasoning; if not, the model may open it or answer at once. `tokens`: texts of
-    the tokens that grammars may name.
+    `is_open`: the prompt has opened the reasoning; otherwise the model may open it or answer at once. `tokens`: texts
+    of the tokens that grammars may name.
     """
     opening = "" if is_open else f"{marker(form.opening)} "
     if form.closing in tokens:
@@ -83,19 +83,20 @@ def after_reasoning(grammar: Grammar, form: ReasoningFormat, tokens: Container[s
     return Grammar("template", "\n".join(lines))
 
 
-# OpenAI's Harmony format (`parsers.harmony`): what is constrained stands in a channel.
+# OpenAI's Harmony format (`parsers.harmony`), in which the constrained text is in a channel.
 
 
 def final_message(grammar: Grammar) -> Grammar:
-    """Return the template of a message in the final channel whose text the grammar constrains."""
+    """Return the template of a message in the final channel, whose text follows the grammar."""
     constrain = f'(" " {marker(CONSTRAIN)} "json")?'
     start = f'start: {marker(CHANNEL)} "final" {constrain} {marker(MESSAGE)} answer'
     return Grammar("template", "\n".join([start, grammar_rule("answer", grammar)]))
 
 
 def after_analysis(grammar: Grammar) -> Grammar:
-    """Return the template of reasoning, or none, and then what the grammar allows: whole messages if it is a template,
-    else the text of the final one.
+    """Return the template of optional reasoning followed by the grammar.
+
+    The grammar describes whole messages if it is a template, else the text of the final message.
     """
     rules = [
         "start: thought* answer",

@@ -1,12 +1,12 @@
-r"""Prepares JSON schemas for llguidance: bounds on what a client may send, and formats that it takes too loosely.
+r"""Prepares JSON schemas for llguidance: checks bounds, and replaces keywords that llguidance follows too loosely.
 
-llguidance itself refuses the keywords that it cannot follow. Whatever it accepts must be followed to the letter, so
-the formats of dates and times become patterns that know the lengths of months and have no leap seconds, and open ends
-of ranges at whole numbers, which it takes for closed in places, become closed ones a millionth away.
+llguidance itself refuses the keywords that it cannot follow, and what it accepts must be followed exactly. So formats
+of dates and times become patterns with the right lengths of months and no leap seconds. An exclusive bound at a whole
+number, which llguidance sometimes treats as inclusive, becomes an inclusive bound a millionth away.
 
-Control characters can only be written as \u escapes, which are not allowed at all, because a key that is written with
-them would pass for another key. Keys that the schema does not name may come twice, which counts as once:
-`minProperties` can ask for one of them, not for two.
+Control characters can only be written as \u escapes, which are not allowed, because a key written with them would pass
+for another key. A key that the schema does not name may be generated twice, which counts as once: so `minProperties`
+may require at most one such key.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Json: TypeAlias = dict[str, Any] | list[Any] | str | int | float | bool | None
 
 MAX_DEPTH = 64
 MAX_PATTERNS = 8  # patterns that one text must match
-MAX_DIVISOR = 10_000  # multipleOf without its decimal point: the automaton has a state for each remainder
-DATA_KEYWORDS = frozenset(("const", "default", "enum", "examples", "required", "type"))  # hold no schemas
+MAX_DIVISOR = 10_000  # digits of multipleOf without its decimal point: the automaton has a state for each remainder
+DATA_KEYWORDS = frozenset(("const", "default", "enum", "examples", "required", "type"))  # their values are no schemas
 SCHEMA_MAPS = frozenset(("$defs", "definitions", "dependentSchemas", "patternProperties", "properties"))
 
 _YEAR = "(000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
@@ -34,8 +34,8 @@ _DATE = (
     f"|{_LEAP_YEAR}-02-29)"
 )
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
-NEAREST = 1e-6  # to an open end of a range
-# Characters that JSON cannot write without \u, as such and, outside of classes, in regular expressions.
+NEAREST = 1e-6  # distance from an exclusive bound to the inclusive one that replaces it
+# Characters that JSON cannot write without \u, as themselves and, outside of classes, in regular expressions.
 _CONTROL = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _ESCAPED_CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\(?:[0acv]|x[01]|x7[fF]|x\{|u00[01]|u007[fF]|u\{)")
 _CLASS = re.compile(r"(?<!\\)((?:\\\\)*)\[(?:[^\]\\]|\\.)*\]")
@@ -44,9 +44,9 @@ EXACT_FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_D
 
 
 def prepared_schema(text: str, field: str, *, closes: bool = False) -> dict[str, Any]:
-    """Return the schema of a JSON text as llguidance is to see it; InvalidRequest if it is none or out of bounds.
+    """Return the schema of a JSON text, prepared for llguidance; InvalidRequest if it is invalid or out of bounds.
 
-    `closes`: an object whose schema names its keys, and says nothing of others, has no others.
+    `closes`: an object whose schema names keys, and does not mention others, may have no others.
     """
     try:
         schema = json.loads(text, parse_constant=_no_number)
@@ -66,7 +66,7 @@ def prepared_schema(text: str, field: str, *, closes: bool = False) -> dict[str,
         if not any(map(_joins_objects, parts)):
             for part in parts:
                 _close_object(part)
-    prepared.pop("x-guidance", None)  # would change what is refused
+    prepared.pop("x-guidance", None)  # a client's options for llguidance could lift its refusals
     return prepared
 
 
@@ -75,7 +75,7 @@ def _no_number(name: str) -> NoReturn:
 
 
 def _depth(value: Json) -> int:
-    """Count the levels of objects and arrays, without recursion."""
+    """Return the number of levels of objects and arrays, without recursion."""
     depth, level = 0, [value]
     while level := [one for one in level if isinstance(one, dict | list)]:
         depth += 1
@@ -120,7 +120,7 @@ def _prepare_inner(value: Json, field: str) -> Json:
 
 
 def _subschemas(schema: Json) -> Iterator[dict[str, Any]]:
-    """Yield a schema and all within it, without what is data."""
+    """Yield a schema and all schemas within it."""
     if isinstance(schema, list):
         for one in schema:
             yield from _subschemas(one)
@@ -134,7 +134,7 @@ def _subschemas(schema: Json) -> Iterator[dict[str, Any]]:
 
 
 def _joins_objects(schema: dict[str, Any]) -> bool:
-    """Return True if several schemas name keys of one object: none of them knows the others' keys."""
+    """Return True if several schemas may name keys of the same object, so that none of them can be closed."""
     branches = schema.get("allOf")
     count = len(branches) if isinstance(branches, list) else 0
     return count > 1 or (bool(count or schema.keys() & {"$ref", "anyOf", "oneOf"}) and "properties" in schema)
@@ -158,14 +158,14 @@ def _close_range(schema: dict[str, Any]) -> None:
         if isinstance(bound, bool) or not isinstance(bound, int | float) or bound != int(bound):
             continue
         nearest = bound + step
-        if nearest != bound:  # else the number is too large
+        if nearest != bound:  # equal if the number is too large for the difference
             del schema[keyword]
             other = schema.get(closed)
             schema[closed] = choose(other, nearest) if isinstance(other, int | float) else nearest
 
 
 def _check_characters(value: Json, field: str, *, is_pattern: bool = False) -> None:
-    """Refuse texts that an answer would have to hold, but cannot."""
+    """Raise InvalidRequest for control characters, which an answer cannot have."""
     for text in _texts(value):
         found = _CONTROL.search(text) or (_ESCAPED_CONTROL.search(_CLASS.sub(r"\1", text)) if is_pattern else None)
         if found is not None:

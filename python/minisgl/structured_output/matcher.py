@@ -1,9 +1,9 @@
-"""Follows grammars while tokens are chosen: implements `protocol` on llguidance.
+"""Follows grammars during generation: implements `protocol` with llguidance.
 
 A grammar is compiled in a thread, and its automaton grows as it is used. Requests get copies of a matcher, which share
-its automaton and lock it; so a grammar that several requests follow at a time is compiled once for each thread that
-fills bitmasks. The threads do not hold the interpreter. An automaton that is full of states, which all its requests
-needed together, is thrown away, and they go on with a new one.
+its automaton and lock it; so a grammar that several requests follow at the same time is compiled once for each thread
+that fills bitmasks. The threads release the GIL. When an automaton has reached its limit of states, for all its
+requests together, it is dropped, and its requests continue with a new one.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ logger = logging.getLogger(__name__)
 MAX_AUTOMATA = 256  # automata kept for later requests
 MAX_THREADS = 16  # threads that fill bitmasks
 MAX_COMPILERS = 8  # threads
-REPLAYED_TOKENS = 256  # at a time
-REPLACEMENTS = 2  # tries to replace a request's automaton in one step: the first new one may be full
+REPLAYED_TOKENS = 256  # tokens that a moved matcher consumes at a time
+REPLACEMENTS = 2  # attempts to replace a request's automaton in one step: the first new one may be full
 
 T = TypeVar("T")
 
 
 class GrammarMatcher:
-    """One request's place in its grammar. Its first bitmask needs the compiled grammar; until then it `is_compiling`.
+    """Position of one request in its grammar. It `is_compiling` until the grammar is compiled.
 
-    Where the grammar accepts an end, the ids that end the request are allowed as well: the model's ends of sequence
-    and the request's `stop_token_ids`, which elsewhere are allowed only if nothing else can follow: there they end the
-    request in the middle of the grammar. `ignore_eos` takes the former away as long as anything else can follow.
+    Where the grammar accepts an end, the ids that end the request are allowed too: the model's end-of-sequence ids and
+    the request's `stop_token_ids`. Elsewhere the latter are allowed only if nothing else can follow, and then end the
+    request in the middle of the grammar. With `ignore_eos`, end-of-sequence ids are forbidden as long as any other
+    token can follow.
     """
 
     def __init__(self, automaton: Automaton, sampling: SamplingParams, eos_token_ids: frozenset[int]) -> None:
@@ -58,7 +59,7 @@ class GrammarMatcher:
         self.automaton = automaton
         automaton.users.add(self)
         self._followed: LLMatcher | None = None
-        self._tokens: list[int] = []  # tokens that it has advanced by
+        self._tokens: list[int] = []  # tokens consumed so far
         self._own_stop_ids = frozenset(sampling.stop_token_ids) - eos_token_ids
         self._stop_ids = self._own_stop_ids | eos_token_ids
         self._avoided = eos_token_ids - frozenset(sampling.stop_token_ids) if sampling.ignore_eos else frozenset[int]()
@@ -78,26 +79,26 @@ class GrammarMatcher:
 
     @property
     def is_plain(self) -> bool:
-        """True if llguidance's bitmask is the request's."""
+        """True if llguidance's bitmask needs no adjustment."""
         return not self._own_stop_ids and not self._avoided
 
     @property
     def is_stuck(self) -> bool:
-        """True if its automaton is full, or the grammar too complex."""
+        """True if its automaton is full, or the grammar is too complex."""
         return self.followed is not None and self.followed.is_error()
 
     def move_to(self, automaton: Automaton) -> None:
-        """Go on from where it stands with another automaton of the grammar."""
+        """Continue from the same position with another automaton of the grammar."""
         self.automaton.users.discard(self)
         self.automaton, self._followed = automaton, None
         automaton.users.add(self)
         for start in range(0, len(self._tokens), REPLAYED_TOKENS):
             if self.followed is not None:
                 self.followed.consume_tokens(self._tokens[start : start + REPLAYED_TOKENS])
-                self.followed.compute_bitmask()  # renews what llguidance allows to be done without one
+                self.followed.compute_bitmask()  # resets llguidance's limit on work between two bitmasks
 
     def advance(self, token: int) -> Progress:
-        """Move on by a token."""
+        """Consume a token; return the position after it."""
         followed = self.followed
         if followed is None or followed.is_error():
             return Progress.FAILED
@@ -108,21 +109,21 @@ class GrammarMatcher:
         if not followed.consume_token(token):
             return Progress.FAILED
         self._tokens.append(token)
-        if token in self._stop_ids:  # even if the grammar does not end: nothing else was allowed
+        if token in self._stop_ids:  # even if the grammar has not ended: nothing else was allowed
             return Progress.COMPLETE
         if not followed.is_stopped():
             return Progress.OPEN
         return Progress.FAILED if followed.is_error() else Progress.COMPLETE
 
     def _is_excluded(self, token: int, allowed_ids: frozenset[int], followed: LLMatcher) -> bool:
-        """Return True if the sampler had no token to choose: then what it chose is not allowed by both."""
+        """Return True if the token violates `allowed_ids` or the grammar: the sampler had no token that both allow."""
         if token not in allowed_ids:
             return True
         may_end = token in self._stop_ids and followed.is_accepting()
         return not may_end and not followed.validate_tokens([token]) and not followed.is_error()
 
     def adjust(self, row: Int32Array, followed: LLMatcher) -> None:
-        """Turn llguidance's row of the bitmask, int32[words], into the request's."""
+        """Change llguidance's row of the bitmask, int32[words], by the rules about ids that end the request."""
         if self._own_stop_ids:
             kept = row.copy()
             for token in self._own_stop_ids:
@@ -140,22 +141,23 @@ class GrammarMatcher:
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
     tokens: LLTokenizer
-    special: frozenset[str]  # the texts of special tokens
+    special: frozenset[str]  # texts of special tokens
 
 
 @dataclass(slots=True, eq=False)
 class Automaton:
-    """One compilation of a grammar. Only one thread at a time can fill bitmasks from it."""
+    """Compiled grammar. Only one thread at a time can fill bitmasks from it."""
 
-    compiled: Future[LLMatcher | None]  # at the beginning of the grammar; None if it cannot be used
+    compiled: Future[LLMatcher | None]  # matcher at the beginning of the grammar; None if it cannot be used
     users: WeakSet[GrammarMatcher] = field(default_factory=WeakSet)
-    successor: Automaton | None = None  # in whose favour it was given up
+    successor: Automaton | None = None  # the automaton that has replaced it
 
 
 class GrammarMatchers:
-    """Makes and moves the matchers of an engine's requests.
+    """Creates and advances the matchers of an engine's requests.
 
-    The tokenizer is loaded when `prepare` or the first request asks for it. The model has logits for `vocab_size` ids.
+    `load` returns the tokenizer, when `prepare` or the first request needs it. The model has logits for `vocab_size`
+    ids.
     """
 
     def __init__(
@@ -166,12 +168,12 @@ class GrammarMatchers:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._vocabulary: Future[_Vocabulary | None] | None = None
         self._pool: ThreadPoolExecutor | None = None
-        self._automata: OrderedDict[Grammar, list[Automaton]] = OrderedDict()  # the last used last
+        self._automata: OrderedDict[Grammar, list[Automaton]] = OrderedDict()  # most recently used last
         self._threads = threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
         self._fillers: LLExecutor | None = None
 
     def prepare(self) -> Future[_Vocabulary | None]:
-        """Begin to load the vocabulary; returns at once. None comes of it if llguidance cannot use it."""
+        """Begin to load the vocabulary; return at once. The result is None if llguidance cannot use it."""
         if self._vocabulary is None:
             self._vocabulary = self._submit(self._load_vocabulary)
         return self._vocabulary
@@ -196,7 +198,7 @@ class GrammarMatchers:
     def _fill(self, bitmask: Int32Array, matchers: Sequence[Matcher | None]) -> None:
         """Fill a bitmask that has a bit for each id of llguidance's vocabulary."""
         constrained = [(_own(matcher), row) for row, matcher in enumerate(matchers) if matcher is not None]
-        # Threads take neighbours: those of one automaton, which would wait for each other.
+        # A thread gets neighbours, so those of one automaton, which cannot run at the same time, come together.
         constrained.sort(key=lambda one: id(one[0].automaton))
         filled = [(matcher.followed, row) for matcher, row in constrained if matcher.followed is not None]
         if len(filled) < len(matchers):
@@ -226,7 +228,7 @@ class GrammarMatchers:
         return progress
 
     def _replace_automaton(self, matcher: GrammarMatcher) -> None:
-        """Move a stuck matcher, and those to come, to what takes the place of its automaton."""
+        """Replace a stuck matcher's automaton, for this matcher and later ones."""
         old = matcher.automaton
         if old.successor is None:
             old.successor = self._compile(matcher.grammar)
@@ -248,7 +250,7 @@ class GrammarMatchers:
             return None
 
     def _automaton(self, grammar: Grammar) -> Automaton:
-        """Choose the automaton with the fewest users; compile one if all are used and there is a thread for it."""
+        """Return the automaton with the fewest users; compile one if all are in use and a thread is left for it."""
         automata = self._automata.setdefault(grammar, [])
         self._automata.move_to_end(grammar)
         least_used = min(automata, key=lambda one: len(one.users), default=None)
@@ -265,17 +267,17 @@ class GrammarMatchers:
 
 
 def model_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> LLTokenizer:
-    """Vocabulary of a model with logits for `vocab_size` ids; ids that no token has are never allowed.
+    """Return the vocabulary of a model with logits for `vocab_size` ids; ids without a token are never allowed.
 
-    Takes a second for 150,000 tokens, during which no other Python thread runs. ValueError if llguidance cannot tell
-    from the tokenizer what its tokens spell.
+    This takes a second for 150,000 tokens, and holds the GIL. ValueError if llguidance cannot derive the tokens' bytes
+    from the tokenizer.
     """
     n_vocab = max(vocab_size, tokenizer.get_vocab_size())
     return LLTokenizer(tokenizer.to_str(), n_vocab=n_vocab, eos_token=sorted(eos_token_ids) or None)
 
 
 def compiler_threads(count: int) -> ThreadPoolExecutor:
-    """Start a pool of `count` threads with large stacks."""
+    """Return a pool of `count` threads with large stacks."""
     pool = ThreadPoolExecutor(max_workers=count, thread_name_prefix="grammar")
     started = threading.Barrier(count + 1)
     usual = threading.stack_size(STACK_BYTES)
@@ -289,14 +291,14 @@ def compiler_threads(count: int) -> ThreadPoolExecutor:
 
 
 def _compiled(grammar: Grammar, vocabulary: Future[_Vocabulary | None]) -> LLMatcher | None:
-    """Make a matcher at the beginning of the grammar; None if the grammar cannot be used."""
+    """Return a matcher at the beginning of the grammar; None if the grammar cannot be used."""
     words = vocabulary.result()
     if words is None:
         return None
     try:
         text = without_forced_tokens(grammar) if names_special_token(grammar, words.special) else to_llguidance(grammar)
         matcher = LLMatcher(words.tokens, text, log_level=0, limits=PARSER_LIMITS)
-        matcher.compute_bitmask()  # copies begin with what this has computed of the automaton
+        matcher.compute_bitmask()  # copies share the states that this computes
         error = matcher.get_error()
     except ValueError as invalid:
         error = str(invalid)
@@ -307,7 +309,7 @@ def _compiled(grammar: Grammar, vocabulary: Future[_Vocabulary | None]) -> LLMat
 
 
 def _may_end_with(token: int, followed: LLMatcher, *, is_allowed: bool) -> bool:
-    """Return True if the grammar accepts an end here, or behind this token of its own."""
+    """Return True if the grammar accepts an end here, or after this token if it `is_allowed`."""
     if followed.is_accepting() or not is_allowed:
         return followed.is_accepting()
     followed.consume_token(token)

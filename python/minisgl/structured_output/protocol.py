@@ -1,6 +1,6 @@
-"""Protocol between scheduler and grammars: a constrained request has a matcher, which stands behind its last token.
+"""Protocol between scheduler and grammars: a constrained request has a matcher, which has consumed its tokens so far.
 
-The scheduler imports this and no implementation; `matcher` has the one on llguidance.
+The scheduler imports this and no implementation; `matcher` implements it with llguidance.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ class Progress(Enum):
     """Position of a matcher after a token."""
 
     OPEN = auto()  # more tokens can follow
-    COMPLETE = auto()  # none but an end of sequence
+    COMPLETE = auto()  # nothing can follow but an end of sequence
     FAILED = auto()  # the grammar does not allow the token, or has become too complex to follow
-    EXCLUDED = auto()  # the request's `allowed_token_ids` leave nothing that the grammar allows
+    EXCLUDED = auto()  # the request's `allowed_token_ids` and the grammar allow no common token
 
 
 class Matcher(Protocol):
-    """One request's place in its grammar."""
+    """Position of one request in its grammar."""
 
     @property
     def is_compiling(self) -> bool:
-        """True while the grammar is not ready: the request had better wait."""
+        """True while the grammar is being compiled; its request should not be admitted yet."""
 
 
 class Grammars(Protocol):
-    """Makes and moves matchers."""
+    """Creates and advances matchers."""
 
     def start(self, sampling: SamplingParams) -> Matcher:
-        """Make the matcher of a new request that has a grammar; returns at once."""
+        """Return the matcher of a new request with a grammar, without waiting for its compilation."""
 
     def advance(self, matchers: Sequence[Matcher], tokens: Int32Array) -> list[Progress]:
-        """Move each matcher on by its token."""
+        """Advance each matcher by its token; return their positions."""
 
     def fill(self, bitmask: Int32Array, matchers: Sequence[Matcher | None]) -> None:
-        """Write the grammar bitmask int32[rows, words]: bit i of word w is set if id 32 w + i may come next.
+        """Write the grammar bitmask int32[rows, words]: bit i of word w is set if id 32 w + i is allowed next.
 
         A row without a matcher may choose any id.
         """
 
 
 class NoGrammars:
-    """Stands in where an engine serves no constrained requests."""
+    """Implementation for an engine without structured output."""
 
     def start(self, sampling: SamplingParams) -> Matcher:
         raise NotImplementedError("this engine serves no grammars")

@@ -1,4 +1,4 @@
-"""Request fields of OpenAI, vLLM and SGLang that say what an answer must look like, as one Grammar."""
+"""Makes one Grammar of the fields of OpenAI, vLLM and SGLang that constrain the answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Schema = dict[str, Any] | bool | str  # JSON Schema, or its JSON text
 
 
 class Options(BaseModel):
-    """Object within a request's body. Types are strict; names that it does not know have no effect."""
+    """Object within a request's body. Types are strict; unknown names are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True, protected_namespaces=())
 
@@ -102,12 +102,12 @@ def choice_grammar(choices: list[str]) -> Grammar:
 
 
 def context_free_grammar(text: str) -> Grammar:
-    """Tell GBNF, which defines its rules by ::=, from llguidance's own notation."""
+    """Return the grammar as GBNF if its rules are defined by ::=, else as llguidance's Lark."""
     return Grammar("ebnf" if "::=" in text else "lark", text)
 
 
 def single_grammar(grammars: dict[str, Grammar]) -> Grammar | None:
-    """Return what the fields ask for; InvalidRequest if more than one does."""
+    """Return the one grammar, if any; InvalidRequest if several fields give one."""
     if len(grammars) > 1:
         first, second, *_ = grammars
         raise InvalidRequest(second, f"{second} and {first} cannot be given together")

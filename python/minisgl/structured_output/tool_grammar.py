@@ -1,7 +1,7 @@
-"""Grammars that make a model call tools in its own form, or let it, with arguments that follow their schemas.
+"""Grammars for tool calls in the model's own form, demanded or optional, with arguments that follow their schemas.
 
-Tools are a client's, so a grammar template is counted line by line while it is made, and no more of it is made than a
-grammar may have: its parts come from generators. A schema takes along the definitions that it leads to, and no others.
+Tools come from clients, so a grammar template is generated line by line and counted, and generation stops at the limit
+on grammars. A schema is written with only those definitions to which it refers.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _REFERENCE = re.compile(rb'"\$ref":("(?:[^"\\]|\\.)*")')  # in JSON that msgspec
 class CallForm:
     """Form in which a model writes calls."""
 
-    rules: Callable[[Tools, bool], Iterable[str]]  # rules of `call`: one behind the marker, or several if allowed
+    rules: Callable[[Tools, bool], Iterable[str]]  # rules of `call`, from the tools and True if calls may be parallel
     parser: type[ToolCallParser] | type[HarmonyParser]
-    between: str | None  # calls with a marker each; None: there is one marker, or none
-    head: str = ""  # with which an answer that is a call begins, where no marker does
-    by_parameter: bool = False  # there is a rule for each parameter, and none for all arguments together
+    between: str | None  # text between calls that have a marker each; None: there is one marker, or none
+    head: str = ""  # beginning of an answer that is a call, if the form has no marker
+    by_parameter: bool = False  # each parameter has a rule; otherwise one rule has all arguments
 
     @property
     def marker(self) -> str:
@@ -53,9 +53,9 @@ class CallForm:
 
 
 def calls_grammar(form: str, tools: Tools, *, parallel: bool) -> Grammar:
-    """Return the template that demands a call of one of these tools, or several. `form` names one of `FORMS`.
+    """Return the template that demands a call of one of these tools, or several if `parallel`.
 
-    InvalidRequest if it would be too long.
+    `form` names one of `FORMS`. InvalidRequest if the template is too long.
     """
     how = FORMS[form]
     opening = f"{marker(how.marker)} " if how.marker else ""
@@ -64,9 +64,9 @@ def calls_grammar(form: str, tools: Tools, *, parallel: bool) -> Grammar:
 
 
 def free_grammar(form: str, tools: Tools, *, parallel: bool) -> Grammar:
-    """Return the template of any text, with calls or without.
+    """Return the template of any text, with or without calls.
 
-    Where a call begins, one of these tools must follow, with its arguments. InvalidRequest if it would be too long.
+    Where a call begins, one of these tools must follow, with its arguments. InvalidRequest if the template is too long.
     """
     if form == HARMONY:
         return either(form, calls_grammar(form, tools, parallel=parallel), Grammar("regex", "(?s:.*)"))
@@ -83,14 +83,14 @@ def free_grammar(form: str, tools: Tools, *, parallel: bool) -> Grammar:
 
 
 def either(form: str, calls: Grammar, content: Grammar) -> Grammar:
-    """Return the template of calls in this form, or else of content that is constrained too."""
+    """Return the template of either calls in this form or constrained content."""
     content = final_message(content) if form == HARMONY else content
     rules = ["start: calls | content", grammar_rule("calls", calls), grammar_rule("content", content)]
     return Grammar("template", "\n".join(rules))
 
 
 def check_strict(form: str, tools: Tools, strict: AbstractSet[str]) -> None:
-    """Raise InvalidRequest if this form of calls cannot hold some of the `strict` tools to their schemas."""
+    """Raise InvalidRequest if this form of calls cannot enforce the schema of one of the `strict` tools."""
     if not FORMS[form].by_parameter:
         return
     allowance = Allowance()
@@ -102,12 +102,12 @@ def check_strict(form: str, tools: Tools, strict: AbstractSet[str]) -> None:
         if form == "qwen3_coder":
             foreign += [key for key, value in properties.items() if not is_exact(value, schema, allowance)]
         if foreign:
-            reason = f"this model's form of calls cannot hold to {foreign[0]!r:.80} among its parameters"
+            reason = f"this model's form of calls cannot enforce {foreign[0]!r:.80} in its parameters"
             raise InvalidRequest("tools", f"tools: {name} cannot be strict, because {reason}")
 
 
 def schemas_to_enforce(tools: Tools, strict: AbstractSet[str]) -> Tools:
-    """Return the tools with the schemas of the `strict` ones; the others take any arguments under their names."""
+    """Return the tools with the schemas of the `strict` ones; the others' parameters may have any values."""
     return {name: schema if name in strict else _loose(schema) for name, schema in tools.items()}
 
 
@@ -117,7 +117,7 @@ def _loose(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _template(begin: list[str], rules: Iterable[str]) -> Grammar:
-    """Join lines to a template; take no more of `rules` than a grammar may have."""
+    """Return the template of these lines; InvalidRequest as soon as they are longer than a grammar may be."""
     lines, chars = begin, sum(map(len, begin))
     for line in rules:
         lines.append(line)
@@ -128,37 +128,37 @@ def _template(begin: list[str], rules: Iterable[str]) -> Grammar:
 
 
 def _too_long() -> InvalidRequest:
-    text = f"tools need a grammar of more than {MAX_GRAMMAR_CHARS} characters, which is the most that is supported"
+    text = f"tools need a grammar of more than {MAX_GRAMMAR_CHARS} characters, which is the limit"
     return InvalidRequest("tools", text)
 
 
 def _text_without(expression: str) -> str:
-    """Write a terminal for any text that does not match as a whole.
+    """Return a terminal for any text that the expression does not match as a whole.
 
-    The complement alone would allow what is no text at all.
+    The complement alone would allow bytes that are no text.
     """
     return f"{ANY_TEXT} & (~/{expression}/)"
 
 
 def _containing(*texts: str) -> str:
-    """Write a regular expression for a text with one of these in it."""
+    """Return a regular expression for a text that contains one of these."""
     return f"(?s:.*)({'|'.join(map(_regex_literal, texts))})(?s:.*)"
 
 
 def _regex_literal(text: str) -> str:
-    """Write a regular expression for this text, as Lark takes it."""
+    """Return a regular expression for this text, escaped for Lark."""
     return re.escape(text).replace("/", r"\/")
 
 
 class _Definitions:
-    """Definitions of one tool's schema, to which its parts may refer. Each is written and searched once, if at all."""
+    """Definitions of one tool's schema, to which its parts may refer. Each is encoded at most once."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._written: dict[tuple[str, str], tuple[bytes, set[tuple[str, str]]]] = {}
 
     def rule(self, name: str, schema: Any) -> str:
-        """Write a rule for a part of the schema, with the definitions that it leads to."""
+        """Return a rule for a part of the schema, with the definitions to which it refers, directly or not."""
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}
         text = msgspec.json.encode(schema)
@@ -172,7 +172,7 @@ class _Definitions:
                 used[keyword][definition] = msgspec.Raw(written)
                 unread.append(referred)
                 chars += len(written)
-                if chars > 4 * MAX_GRAMMAR_CHARS:  # bytes: more than that many characters, whichever they are
+                if chars > 4 * MAX_GRAMMAR_CHARS:  # counted in bytes, at most 4 of which are a character
                     raise _too_long()
         if used:
             text = msgspec.json.encode({**schema, **used})
@@ -187,7 +187,7 @@ class _Definitions:
         return self._written[place]
 
     def _referred(self, text: bytes) -> set[tuple[str, str]]:
-        """Return the definitions that a text names, as (keyword, name)."""
+        """Return the definitions to which a text refers, as (keyword, name)."""
         named: set[tuple[str, str]] = set()
         for found in set(_REFERENCE.findall(text)):
             reference: str = msgspec.json.decode(found)
@@ -195,7 +195,7 @@ class _Definitions:
                 if reference == "#" or reference.startswith("#/"):
                     reason = f"tools: {reference:.80} is no definition; this form of calls takes no other reference"
                     raise InvalidRequest("tools", reason)
-                # A name that any definition may have given itself.
+                # The reference names an `$id` or `$anchor`, which any definition may have.
                 return {(keyword, one) for keyword in _DEFINITIONS for one in self._of(keyword)}
             _, keyword, pointer = reference.split("/", 2)
             name = unquote(pointer.partition("/")[0]).replace("~1", "/").replace("~0", "~")
@@ -213,7 +213,7 @@ def _whole_schema_rule(name: str, schema: Mapping[str, Any]) -> str:
 
 
 def _objects(tools: Tools, key: str) -> Iterator[str]:
-    """Write rules for `{"name": ..., key: {...}}`."""
+    """Yield rules for `{"name": ..., key: {...}}`."""
     yield f"object: {_alternatives('object', tools)}"
     for index, (name, schema) in enumerate(tools.items()):
         head = f"{{{text_literal('name')}: {text_literal(name)}, {text_literal(key)}: "
@@ -235,7 +235,7 @@ def _hermes(tools: Tools, _parallel: bool) -> Iterator[str]:
 
 
 def _llama_json(tools: Tools, _parallel: bool) -> Iterator[str]:
-    yield "call: object"  # the templates take no second call
+    yield "call: object"  # Llama's chat templates accept one call only
     yield from _objects(tools, "parameters")
 
 
@@ -254,7 +254,7 @@ def _harmony(tools: Tools, _parallel: bool) -> Iterator[str]:
 
 
 def _headed(tools: Tools, head: Callable[[str], str]) -> Iterator[str]:
-    """Write rules for a head, which names the tool, and its arguments."""
+    """Yield rules for a head, which names the tool, followed by its arguments."""
     yield f"call: {_alternatives('call', tools)}"
     for index, (name, schema) in enumerate(tools.items()):
         yield f"call_{index}: {head(name)} arguments_{index}"

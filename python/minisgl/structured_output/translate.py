@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 MAX_CHOICES = 10_000
-# Cost of one bitmask, and size of an automaton. llguidance calls what goes beyond them too complex.
+# llguidance's limits on the cost of a bitmask and the size of an automaton; beyond them a grammar is too complex.
 PARSER_LIMITS = LLParserLimits(precompute_large_lexemes=False, verbose_errors=False)
-# Address space of a compiling thread, which follows chains of rules by recursion: enough for every grammar of
+# Stack of a compiling thread, which follows chains of rules by recursion: enough for every grammar of up to
 # core.MAX_GRAMMAR_CHARS.
 STACK_BYTES = 256 * 2**20
-NOT_COMPLETE = "a template is no grammar before it is completed"
+NOT_COMPLETE = "a template must be completed before it is a grammar"
 SCHEMA_KINDS = ("json_object", "json_schema", "closed_json_schema")
-FIELDS = dict.fromkeys(SCHEMA_KINDS, "response_format")  # where most clients write it
+FIELDS = dict.fromkeys(SCHEMA_KINDS, "response_format")  # the field in which most clients give a schema
 
-# Whitespace between JSON's tokens: a space, or a new line that is indented. Without a bound, models that are unsure
-# what comes next write whitespace for ever.
+# Whitespace between JSON's tokens: a space, or a line break with indentation. Without a bound, a model that is unsure
+# what comes next may write whitespace without end.
 WHITESPACE = r" |\r?\n[ \t]{0,32}"
 SCHEMA_OPTIONS: JsonCompileOptions = {
     "whitespace_pattern": WHITESPACE,
-    "json_allowed_escapes": 'nrtbf"\\',  # no \u: a key in other letters would pass for another key
+    "json_allowed_escapes": 'nrtbf"\\',  # no \u: a key written with escapes would pass for another key
     "coerce_one_of": False,
     "lenient": False,
 }
@@ -50,14 +50,14 @@ def named_tokens(tokenizer: Tokenizer) -> dict[int, str]:
 
 
 def field_of(grammar: Grammar) -> str:
-    """Name the request's field for a refusal, if the one who checks knows none."""
+    """Return the request's field to name in a refusal, if the caller does not know it."""
     return FIELDS.get(grammar.kind, "structured_outputs")
 
 
 def to_llguidance(grammar: Grammar) -> str:
-    """Return the grammar as llguidance's matchers take it. InvalidRequest if it is plainly wrong.
+    """Return the grammar in llguidance's notation. InvalidRequest if it is obviously wrong.
 
-    Most of what can be wrong is found by a trial only (`validator`).
+    Most errors are found only by a trial (`validator`).
     """
     if grammar.kind in SCHEMA_KINDS:
         return LLMatcher.grammar_from_json_schema(_schema(grammar), overrides=SCHEMA_OPTIONS)
@@ -65,14 +65,14 @@ def to_llguidance(grammar: Grammar) -> str:
 
 
 def ebnf_as_lark(grammar: Grammar) -> Grammar:
-    """Return an EBNF grammar in Lark, which takes time; any other as it is. InvalidRequest if it is plainly wrong."""
+    """Return an EBNF grammar in Lark, which takes time, any other unchanged. InvalidRequest if it is no valid EBNF."""
     return Grammar("lark", _ebnf(grammar.text, field_of(grammar))) if grammar.kind == "ebnf" else grammar
 
 
 def without_forced_tokens(grammar: Grammar) -> str:
-    """Return the grammar as llguidance takes it, to be spelt as the model likes where only one text can follow.
+    """Return the grammar in llguidance's notation, without forced tokens where only one text can follow.
 
-    llguidance would spell that text as its tokenizer does, to which the text of a special token is that token.
+    llguidance would force the tokenization of its tokenizer, which turns the text of a special token into that token.
     """
     return f'%llguidance {{"no_forcing": true}}\n{_as_lark(grammar)}'
 
@@ -82,21 +82,18 @@ def _as_lark(grammar: Grammar) -> str:
 
 
 def names_special_token(grammar: Grammar, special_tokens: Iterable[str]) -> bool:
-    """Return True if the grammar may demand the text of a special token.
-
-    A needless True costs some speed only.
-    """
+    """Return True if the grammar may demand the text of a special token; a wrong True only costs some speed."""
     written = _letters(grammar.text)
     return any(_letters(token) in written for token in special_tokens)
 
 
 def _letters(text: str) -> str:
-    """Strip what notations put between the letters of a text that they demand, and resolve escapes."""
+    """Return a grammar's text with escapes resolved and without the notation's own characters."""
     return _NOTATION.sub("", _ESCAPE.sub(lambda found: chr(int(found[1] or found[2] or found[3], 16)), text))
 
 
 def lark_rule(name: str, grammar: Grammar) -> str:
-    """Write a rule of a larger Lark grammar for what `grammar` allows; InvalidRequest as in `to_llguidance`."""
+    """Return a rule of a Lark grammar for the language of `grammar`; InvalidRequest as in `to_llguidance`."""
     named = field_of(grammar)
     grammar.check_size(named)
     match grammar.kind:
@@ -115,13 +112,13 @@ def lark_rule(name: str, grammar: Grammar) -> str:
 
 
 def complete_template(template: Grammar, tokens: Mapping[str, int]) -> Grammar:
-    """Fill in a template: the Lark grammar that it stands for. `tokens`: ids that grammars may name, by their text.
+    """Return the Lark grammar of a template. `tokens`: ids that grammars may name, by their text.
 
-    InvalidRequest if a grammar in it is out of bounds or plainly wrong.
+    InvalidRequest if a grammar in it is out of bounds or obviously wrong.
     """
 
     def filled(found: re.Match[str]) -> str:
-        # Inserted text is not searched: it may be a client's, and say anything.
+        # Inserted text is not searched for directives, because it may come from a client.
         if found["rule"]:
             inner = Grammar(*json.loads(found["grammar"]))
             return lark_rule(found["rule"], complete_template(inner, tokens) if inner.kind == "template" else inner)
@@ -144,7 +141,7 @@ def _marker(marker: str, tokens: Mapping[str, int]) -> str:
 
 
 def _within_slashes(expression: str, field: str) -> str:
-    """Write a regular expression as Lark takes it between slashes."""
+    """Return a regular expression, escaped for Lark's slashes."""
 
     def escaped(found: re.Match[str]) -> str:
         if found[0] == "\\":

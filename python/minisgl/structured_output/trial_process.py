@@ -1,12 +1,11 @@
 """Tries grammars, in processes of their own: `python -m minisgl.structured_output.trial_process`.
 
-A short grammar can take any time and memory to compile, and might bring its process down. So each is compiled in a
-process that has nothing else to do. It is forked from another, which has loaded all that it needs, so it starts in a
-millisecond and nobody waits when it is killed. The kernel does that when its processor time (the same on a busy machine
-as on a quiet one) or its memory is used up.
+A short grammar can take any time and memory to compile, and might crash its process. So each is compiled in a process
+of its own, forked from one that has loaded everything, so that it starts in a millisecond and can be killed at no cost.
+The kernel kills it when its processor time (the same on a busy machine as on a quiet one) or its memory is used up.
 
-The first line of input lists the special tokens that grammars may name, by id; each further line is a Trial. An Outcome
-goes out for each, in the order that they end. All are JSON.
+The first line of input lists the special tokens that grammars may name, by id; each further line is a Trial. For each,
+an Outcome is written, in the order in which they end. All are JSON.
 """
 
 from __future__ import annotations
@@ -18,22 +17,19 @@ import re
 import resource
 import select
 import signal
-import subprocess
 import sys
 import threading
 import traceback
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from msgspec.json import decode, encode
 
 from minisgl.core import Grammar, InvalidRequest
-from minisgl.process.child import leave_signals_to_parent, start_module
+from minisgl.process.child import leave_signals_to_parent
 from minisgl.structured_output.translate import (
     PARSER_LIMITS,
     STACK_BYTES,
@@ -41,135 +37,29 @@ from minisgl.structured_output.translate import (
     ebnf_as_lark,
     to_llguidance,
 )
+from minisgl.structured_output.trials import CHUNK, GrammarCheck, Outcome, Trial
 
-WAIT_FACTOR = 5  # seconds of waiting for one of processor time, on a machine that has much else to do
-MAX_BYTES = 2 * 2**30  # most memory of a grammar
+WAIT_FACTOR = 5  # seconds of real time for each second of processor time, for a machine that is busy
 TRIALS = 4  # random continuations of a grammar
 TRIAL_BYTES = 16  # bytes of a continuation
-_CHUNK = 65_536
-
-
-class Trial(msgspec.Struct, frozen=True):
-    """A grammar to try, and what it may take."""
-
-    number: int
-    grammar: Grammar
-    seconds: float  # seconds of processor time
-    max_bytes: int = MAX_BYTES
-
-
-class GrammarCheck(msgspec.Struct, frozen=True):
-    """Result of a trial: what is wrong with the grammar; nothing is if the message is empty.
-
-    Some messages say which field is meant.
-    """
-
-    message: str = ""
-    field: str | None = None
-    grammar: Grammar | None = None  # grammar to follow instead of the one that came
-    failure: str = ""  # failure of the server, for the log: nothing is known of the grammar
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """The end of a trial."""
-
-    number: int
-    check: GrammarCheck
-    seconds: float  # seconds of processor time
-
-
-class TrialsEnded(Exception):
-    """The process is no more, and with it all trials that were under way."""
-
-
-class TrialProcess:
-    """Handle of the process from which others are forked: nothing here waits for it, but for `poll`.
-
-    It ends with this object.
-    """
-
-    def __init__(self, named_tokens: Mapping[int, str]) -> None:
-        self._process = start_module(
-            "minisgl.structured_output.trial_process", stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
-        )
-        self.end = weakref.finalize(self, _end, self._process)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
-        os.set_blocking(self._in, False)
-        self._unsent = bytearray()
-        self._unread = b""
-        self._send(encode(named_tokens))
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def start(self, trial: Trial) -> None:
-        """Begin to try a grammar."""
-        self._send(encode(trial))
-
-    def poll(self, seconds: float = 0.0) -> list[Outcome]:
-        """Return the trials that have ended since the last call; waits up to `seconds` for one.
-
-        TrialsEnded if there will be none.
-        """
-        self._flush()
-        poll = select.poll()
-        poll.register(self._out, select.POLLIN)
-        if self._unsent:
-            poll.register(self._in, select.POLLOUT)
-        for descriptor, _ in poll.poll(seconds * 1000):
-            if descriptor == self._in:
-                self._flush()
-                continue
-            data = os.read(self._out, _CHUNK)
-            if not data:
-                self.end()
-                raise TrialsEnded
-            self._unread += data
-        *lines, self._unread = self._unread.split(b"\n")
-        return [decode(line, type=Outcome) for line in lines]
-
-    def _send(self, line: bytes) -> None:
-        self._unsent += line + b"\n"
-        self._flush()
-
-    def _flush(self) -> None:
-        """Send what the pipe takes; it takes more when the process has read."""
-        try:
-            while self._unsent:
-                del self._unsent[: os.write(self._in, self._unsent)]
-        except BlockingIOError:
-            pass
-        except BrokenPipeError:
-            self._unsent.clear()  # the next read says so
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.communicate()
-
-
-# --- inside ---------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
-    """Run the process: fork one for each grammar that comes, until nothing can come."""
+    """Run the process: fork one for each grammar, until the input is closed."""
     leave_signals_to_parent()
     _Forks(sys.stdin.fileno(), sys.stdout.fileno()).run()
 
 
 @dataclass(slots=True)
 class _Fork:
-    """A process that tries one grammar."""
+    """Process that tries one grammar."""
 
     trial: Trial
     pid: int
-    said: bytes = b""  # through its pipe: a GrammarCheck
+    said: bytes = b""  # what came through its pipe: a GrammarCheck
 
     def outcome(self) -> Outcome:
-        """Reap the fork, when its pipe is closed, and say how its trial ended."""
+        """Reap the fork, whose pipe is closed, and return how its trial ended."""
         _, status, usage = os.wait4(self.pid, 0)
         end = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         if not end and self.said:
@@ -182,7 +72,7 @@ class _Fork:
 
 
 class _Forks:
-    """All forks that are under way."""
+    """All forks under way."""
 
     def __init__(self, source: int, sink: int) -> None:
         self._source = source
@@ -203,7 +93,7 @@ class _Forks:
                     self._hear(descriptor)
 
     def _read(self) -> None:
-        data = os.read(self._source, _CHUNK)
+        data = os.read(self._source, CHUNK)
         if not data:
             for fork in self._forks.values():
                 os.kill(fork.pid, signal.SIGKILL)
@@ -220,7 +110,7 @@ class _Forks:
         self._by_text = {text: index for index, text in tokens.items()}
         vocabulary = byte_vocabulary(tokens)
         gc.collect()
-        gc.freeze()  # or collecting in a fork would copy it all
+        gc.freeze()  # otherwise a collection in a fork would copy all objects
         return vocabulary
 
     def _fork(self, trial: Trial, vocabulary: LLTokenizer) -> None:
@@ -233,7 +123,7 @@ class _Forks:
         self._poll.register(ours, select.POLLIN)
 
     def _hear(self, pipe: int) -> None:
-        if data := os.read(pipe, _CHUNK):
+        if data := os.read(pipe, CHUNK):
             self._forks[pipe].said += data
             return
         self._poll.unregister(pipe)
@@ -247,14 +137,15 @@ def _write(descriptor: int, data: bytes) -> None:
 
 
 def _try_and_exit(trial: Trial, vocabulary: LLTokenizer, tokens: Mapping[str, int], pipe: int) -> None:
-    """Try the grammar, in a process that was forked for it, within bounds; the check goes into the pipe."""
+    """Try the grammar in the process forked for it, within its limits; write the check into the pipe."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + STACK_BYTES + trial.max_bytes,) * 2)
-    signal.setitimer(signal.ITIMER_PROF, trial.seconds)  # at the end of either the process ends
+    signal.setitimer(signal.ITIMER_PROF, trial.seconds)  # either timer's signal ends the process
     signal.setitimer(signal.ITIMER_REAL, WAIT_FACTOR * trial.seconds)
     nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in range(3):  # the process outside waits for the end of these; and compilers complain before theirs
+    # A reader waits until all copies of the standard streams are closed, and a compiler may print before it crashes.
+    for descriptor in range(3):
         os.dup2(nothing, descriptor)
 
     def work() -> None:
@@ -275,7 +166,7 @@ def _try_and_exit(trial: Trial, vocabulary: LLTokenizer, tokens: Mapping[str, in
 
 
 def check_of(grammar: Grammar, vocabulary: LLTokenizer, tokens: Mapping[str, int]) -> GrammarCheck:
-    """Translate a grammar, compile it, and follow it for a few bytes."""
+    """Translate a grammar, compile it, and follow it for a few bytes; return the result."""
     try:
         if grammar.kind == "template":
             translated = complete_template(grammar, tokens)
@@ -291,7 +182,7 @@ def check_of(grammar: Grammar, vocabulary: LLTokenizer, tokens: Mapping[str, int
 
 
 def _try(grammar: Grammar, vocabulary: LLTokenizer) -> str:
-    """Compile the grammar and follow it for a few bytes; return what goes wrong, or nothing."""
+    """Compile the grammar and follow it for a few bytes; return the error, or ""."""
     text = to_llguidance(grammar)
     is_error, messages = LLMatcher.validate_grammar_with_warnings(text, vocabulary, limits=PARSER_LIMITS)
     if is_error:
@@ -311,7 +202,7 @@ def _try(grammar: Grammar, vocabulary: LLTokenizer) -> str:
 
 
 class _Bytes:
-    """A tokenizer with a token for each byte, and a model's special tokens where the model has them."""
+    """Tokenizer with a token for each byte, and with a model's special tokens at their ids."""
 
     def __init__(self, special_tokens: Mapping[int, str]) -> None:
         free = (index for index in range(len(special_tokens) + 257) if index not in special_tokens)
@@ -331,12 +222,12 @@ class _Bytes:
 
 
 def byte_vocabulary(special_tokens: Mapping[int, str]) -> LLTokenizer:
-    """Vocabulary to check grammars with: it is made in no time, and knows the special tokens that they may name."""
+    """Return the vocabulary for checks: it is made at once, and has the special tokens that grammars may name."""
     return LLTokenizer(TokenizerWrapper(_Bytes(special_tokens)), slices=[])
 
 
 def _in_short(message: str) -> str:
-    """Shorten what llguidance says: leave out the grammar's text and the options of its own."""
+    """Return llguidance's message without the grammar's text and llguidance's own options."""
     if "oneOf constraints are not supported" in message:
         return "oneOf is supported only where its options exclude each other for certain"
     lines = [line.strip() for line in message.strip().splitlines()]

@@ -1,7 +1,7 @@
-"""Checks grammars before their requests are accepted: can they be followed, in bounded time?
+"""Checks grammars before their requests are accepted: is the grammar valid, and simple enough to follow?
 
-It is done with a vocabulary of bytes, which is ready at once; what a grammar costs depends little on the tokens. A
-grammar is compiled and followed for a few bytes, because some prove to be too complex only then.
+A check uses a vocabulary of bytes, which is ready at once; the cost of a grammar depends little on the tokens. A
+grammar is compiled and followed for a few bytes, because some turn out to be too complex only then.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from minisgl.parsers.reasoning import Place, ReasoningFormat, start_of_answer
 from minisgl.structured_output.compile_queue import CompileQueue, estimated_cost
 from minisgl.structured_output.grammar_template import after_analysis, after_reasoning, with_closed_schemas
 from minisgl.structured_output.translate import field_of
-from minisgl.structured_output.trial_process import GrammarCheck, Trial, TrialProcess, TrialsEnded
+from minisgl.structured_output.trials import GrammarCheck, Trial, TrialProcess, TrialsEnded
 
 TIME_LIMIT = 2.0  # seconds of processor time for one grammar
 MAX_RESULTS = 128  # grammars whose result is kept
 CONCURRENCY = 4  # grammars that are tried at the same time; others wait
-ATTEMPTS = 2  # at a grammar, if the process ends that tries it
+ATTEMPTS = 2  # trials of a grammar, if the process that tries it ends
 SILENCE_SECONDS = 60.0  # after which the process is given up; it takes a second to start, or more on a busy machine
-WAIT_SECONDS = 0.05  # between looks at what others, in other threads, have waited for
+WAIT_SECONDS = 0.05  # between polls of a check that another thread may complete
 
 
 class CheckFailed(RuntimeError):
@@ -33,11 +33,11 @@ class CheckFailed(RuntimeError):
 
 
 class PendingCheck:
-    """One grammar's check: waiting, under way or done."""
+    """Check of one grammar: waiting, under way or done."""
 
     def __init__(self, grammar: Grammar, validator: GrammarValidator) -> None:
         self.grammar = grammar
-        self.check: GrammarCheck | None = None  # when it is done
+        self.check: GrammarCheck | None = None  # the result, once it is done
         self.requests = 0  # requests that wait for it
         self.attempts = 0
         self._validator = validator
@@ -47,10 +47,10 @@ class PendingCheck:
         return self.check is not None
 
     def result(self, field: str | None = None) -> Grammar:
-        """Return the grammar as it is to be followed. Waits until the check is done.
+        """Wait until the check is done; return the grammar to follow.
 
-        InvalidRequest if it cannot be followed, naming `field`, as the request calls it; CheckFailed if nothing is
-        known of it.
+        InvalidRequest naming `field`, the request's field, if it cannot be followed; CheckFailed if it could not be
+        checked.
         """
         while self.check is None:
             self._validator.poll(WAIT_SECONDS)
@@ -65,16 +65,16 @@ class PendingCheck:
         return check.grammar or self.grammar
 
     def abandon(self) -> None:
-        """Take note that a request that asked for it is gone."""
+        """Record that a request no longer waits for it."""
         self._validator.abandon(self)
 
 
 class GrammarValidator:
-    """Finds what is wrong with the grammars of requests to one model.
+    """Checks the grammars of requests to one model.
 
-    `named_tokens`: tokens that grammars may name, by id; `reasoning`: how the model writes reasoning, None if it writes
-    none; `closes_objects`: schemas are followed as closed_json_schema. It may be called from several threads. Checks go
-    on while it is polled.
+    `named_tokens`: tokens that grammars may name, by id; `reasoning`: format of the model's reasoning, None if it has
+    none; `closes_objects`: schemas are followed as closed_json_schema. It may be called from several threads. Checks
+    make progress only in `poll`.
     """
 
     def __init__(
@@ -89,17 +89,17 @@ class GrammarValidator:
         self._reasoning = reasoning
         self._closes_objects = closes_objects
         self._time_limit = time_limit
-        self._process: TrialProcess | None = None  # started when it is needed
+        self._process: TrialProcess | None = None  # started by the first check
         self._queue: CompileQueue[Grammar] = CompileQueue()
         self._pending: dict[Grammar, PendingCheck] = {}  # waiting or under way
         self._running: dict[int, PendingCheck] = {}  # by the trial's number
-        self._done: OrderedDict[bytes, PendingCheck] = OrderedDict()  # by the grammar's digest, the last used last
+        self._done: OrderedDict[bytes, PendingCheck] = OrderedDict()  # by the grammar's digest, most recently used last
         self._trials = 0
-        self._heard = 0.0  # from the process, or to it while nothing was under way: a time of `monotonic`
+        self._heard = 0.0  # `time.monotonic` of the process's last outcome, or of the first trial under way
         self._lock = threading.RLock()
 
     def fit(self, grammar: Grammar, prompt: Prompt, prompt_end: str) -> Grammar:
-        """Return the grammar as the model is to follow it after this prompt: reasoning may come first."""
+        """Return the grammar of the answer to this prompt, before which reasoning may come."""
         grammar = with_closed_schemas(grammar) if self._closes_objects else grammar
         if self._reasoning is None or not isinstance(prompt, ChatPrompt):
             return grammar
@@ -113,13 +113,13 @@ class GrammarValidator:
         return after_reasoning(grammar, self._reasoning, tokens, is_open=start is Place.INSIDE)
 
     def validate(self, grammar: Grammar, field: str | None = None) -> Grammar:
-        """Wait for a grammar's check; return the grammar to follow. InvalidRequest names `field` if it cannot be."""
+        """Wait for a grammar's check; return the grammar to follow. InvalidRequest naming `field` if it is refused."""
         return self.check(grammar).result(field)
 
     def check(self, grammar: Grammar, client: str = "") -> PendingCheck:
-        """Begin to check the grammar of a client, unless that has been done; QueueFull if too many wait already.
+        """Begin to check the grammar of a client, unless its result is known; QueueFull if too many wait already.
 
-        A template is completed by its trial.
+        The trial of a template also completes it.
         """
         pending = PendingCheck(grammar, self)
         if grammar.kind != "template":  # templates are the server's own
@@ -142,7 +142,7 @@ class GrammarValidator:
             return pending
 
     def abandon(self, pending: PendingCheck) -> None:
-        """Take note that a request is gone; a grammar that nobody else asks for is not tried any more."""
+        """Record that a request no longer waits; a grammar for which no request waits is not tried any more."""
         with self._lock:
             pending.requests -= 1
             if not pending.requests and not pending.is_done and pending not in self._running.values():
@@ -150,7 +150,7 @@ class GrammarValidator:
                 del self._pending[pending.grammar]
 
     def poll(self, seconds: float = 0.0) -> None:
-        """Take in trials that have ended, and begin the next; waits up to `seconds` for one to end."""
+        """Handle trials that have ended, and begin the next; wait up to `seconds` for one to end."""
         with self._lock:
             if self._process is None:
                 return
@@ -193,9 +193,9 @@ class GrammarValidator:
         self._process.start(Trial(self._trials, pending.grammar, self._time_limit))
 
     def _try_again(self) -> None:
-        """Start the trials again that were under way: the process has been killed.
+        """Start the trials under way again, because the process has ended.
 
-        No grammar did that: each can bring down its own fork only.
+        No grammar can have caused that: each can crash only its own fork.
         """
         running, self._running, self._process = self._running, {}, None
         for pending in running.values():
@@ -209,7 +209,7 @@ class GrammarValidator:
         pending.check = check
         del self._pending[pending.grammar]
         if check.failure:
-            return  # the next request may have more luck
+            return  # not kept: the next request's check may succeed
         self._done[_digest(pending.grammar)] = pending
         if len(self._done) > MAX_RESULTS:
             self._done.popitem(last=False)
