@@ -1,7 +1,7 @@
 """`python -m minisgl`: starts the server and stays until it is ended. See `--help`.
 
 `python -m minisgl verify MODEL` compares a model with transformers instead; `python -m minisgl doctor` (or `--check`)
-tells what works on this machine.
+reports what works on this machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from minisgl.server.supervisor import Supervisor, bind
 
 
 def main() -> int:
-    """The process's exit code: 0 after an interrupt, 1 after a failure, 2 for what the user can change."""
+    """Return the exit code: 0 after an interrupt, 1 after a failure, 2 for an error that the user can correct."""
     if sys.argv[1:2] == ["verify"]:
         from minisgl.verify.__main__ import main as verify
 

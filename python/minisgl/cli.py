@@ -1,7 +1,7 @@
-"""The command line: flags -> ServerConfig.
+"""The command line: makes a ServerConfig of flags.
 
-Command lines of Mini-SGLang run unchanged. Flags of vLLM and SGLang that mean the same as one of ours are aliases,
-which the settings declare (`config`); for those that mean something else an error says what to do.
+Command lines of Mini-SGLang run unchanged. Flags of vLLM and SGLang with the same meaning as one of ours are aliases,
+which the settings declare (`config`); for flags with another meaning, an error says what to use instead.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 
 def _by_flag(table: Mapping[str, str]) -> dict[str, str]:
-    """Return a table whose keys are several flags with each flag by itself."""
+    """Return a table by flag, from one whose keys are several flags each."""
     return {flag: text for flags, text in table.items() for flag in flags.split()}
 
 
-# Flags of vLLM, SGLang and Mini-SGLang that ask for what is done anyway.
+# Flags of vLLM, SGLang and Mini-SGLang for behaviour that is always on here.
 NO_EFFECT = _by_flag(
     {
         "--disable-pynccl": "NCCL is used through torch",
@@ -44,7 +44,7 @@ NO_EFFECT = _by_flag(
         "--disable-log-stats": "statistics are at /metrics and not logged",
     }
 )
-# Flags of vLLM and SGLang that have another form here, or none: what their users can do.
+# Flags of vLLM and SGLang that have another form here, or none, with what to do instead.
 NO_SUCH_FLAG = _by_flag(
     {
         "--max-total-tokens": "give --num-pages: the KV cache has as many pages of --page-size tokens",
@@ -88,7 +88,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser(*, serve: bool = False) -> argparse.ArgumentParser:
-    """Return the parser of `minisgl FLAGS`, or of what follows `minisgl serve`, where the model may stand bare."""
+    """Return the parser of `minisgl FLAGS`, or of `minisgl serve [MODEL] FLAGS` without its first word."""
     parser = _Parser(
         prog="minisgl",
         usage="minisgl [serve [MODEL]] [FLAGS]",
@@ -124,7 +124,7 @@ def make_parser(*, serve: bool = False) -> argparse.ArgumentParser:
 
 
 def _refuse_unknown(words: Sequence[str]) -> None:
-    """Raise ConfigError for the first word that the parser does not know, with what to do instead if that is known."""
+    """Raise ConfigError for the first unknown word, with what to do instead if that is known."""
     if not words:
         return
     flag = next((word.partition("=")[0] for word in words if word.startswith("-")), words[0])
@@ -138,7 +138,7 @@ def _refuse_unknown(words: Sequence[str]) -> None:
 
 
 def _with_dashes(argv: Sequence[str]) -> list[str]:
-    """Return the arguments with flags like --max_model_len written as vLLM also knows them, --max-model-len."""
+    """Return the arguments with underscores in flags replaced by dashes (--max_model_len), as vLLM does."""
     words = []
     for word in argv:
         flag, equals, value = word.partition("=")
@@ -156,13 +156,13 @@ def api_keys(flags: Sequence[str], file: str | None, environment: str) -> list[s
             raise ConfigError(f"--api-key-file {file} cannot be read: {error}") from None
         found = [line.strip() for line in lines if line.strip()]
         if not found:
-            raise ConfigError(f"--api-key-file {file} has no key")  # and must not mean: open to all
+            raise ConfigError(f"--api-key-file {file} has no key")  # without keys the server would be open to all
         keys += found
     return keys
 
 
 def parse_args(argv: Sequence[str]) -> tuple[ServerConfig, Callable[[], ModelFolders]]:
-    """Return the configuration, still without the model's folders, and what finds (or downloads) these.
+    """Return the configuration without the model's folders, and a function that finds (or downloads) these.
 
     Both raise ConfigError.
     """
@@ -199,5 +199,5 @@ def parse_args(argv: Sequence[str]) -> tuple[ServerConfig, Callable[[], ModelFol
 
 
 def model_name(model: str) -> str:
-    """Return what clients call it: a hub id as it is, a folder by its last part."""
+    """Return the model's name for clients: a hub id unchanged, of a folder its last part."""
     return Path(model).resolve().name if Path(model).is_dir() else model

@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """Tensors of one step over T tokens, and the parts that the layers call."""
+    """Tensors of one step of T tokens, and the objects that layers call."""
 
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64: position of each token in its sequence
     out_cache_loc: Tensor  # [T] int64: page * page_size + offset, where each token's K and V are written
-    logits_indices: Tensor | None  # [R] int64: the tokens whose final states are read; None: of all T
+    logits_indices: Tensor | None  # [R] int64: tokens whose final hidden states are needed; None: all T
     kv: KVPool
     ops: Ops
     attention: Mapping[int, AttentionPlan]  # by layer, except those in `fused`
     fused: Mapping[int, FusedRows] = field(default_factory=dict)  # by layer; replaces norm_rope_store and a plan
     expanding: Mapping[int, ExpandingPlan] = field(default_factory=dict)  # by layer: those of `attention` that expand
-    recurrent: RecurrentRows | None = None  # where some layers are recurrent
-    logits: Tensor | None = None  # [S, vocab_size]: where the model leaves them; None: in a new tensor
-    sharded_logits: bool = False  # each rank leaves the logits of its share of the vocabulary
+    recurrent: RecurrentRows | None = None  # if some layers are recurrent
+    logits: Tensor | None = None  # [S, vocab_size]: tensor that the model writes; None: a new one
+    sharded_logits: bool = False  # each rank computes only the logits of its shard of the vocabulary
     window_cache_loc: Tensor | None = None  # out_cache_loc of layers that have pages of their own
 
     def cache_loc(self, layer: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Types that every part speaks about: sampling parameters, the plan of a step, and its result.
+"""Types that all parts share: sampling parameters, the plan of a step, and its result.
 
 Pure: no torch, no I/O. Token ids are NumPy int32 arrays; lengths and positions count tokens.
 """
@@ -30,9 +30,9 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class InvalidRequest(ValueError):
-    """The one error that a client's request can cause. `field` names what is wrong, the text says the limit.
+    """Error for everything that is wrong with a client's request. `field` names the field, the text says the limit.
 
-    `code` is OpenAI's name of the error, where it has one.
+    `code` is OpenAI's name of the error, if it has one.
     """
 
     def __init__(self, field: str, message: str, code: str | None = None) -> None:
@@ -43,61 +43,60 @@ class InvalidRequest(ValueError):
 
 
 class DeviceOutOfMemory(RuntimeError):
-    """A step could not be executed because the device had too little memory. The device lives on.
+    """A step could not be executed because the device had too little memory. The device can still be used.
 
-    Nothing can be relied on of what that step, and those launched behind it, were to leave on the device: neither the
-    rows of their slots nor the KV of their tokens.
+    The device's data of that step and of those launched after it is undefined: the rows of their slots, and the K and V
+    of their tokens.
     """
 
 
-CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # the code of a prompt, or prompt and answer, that do not fit
-
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # code of the error if prompt and answer do not fit
 
 MAX_STOP_STRING_CHARS = 1024
 MAX_BAD_WORD_TOKENS = 16
 MAX_GRAMMAR_CHARS = 262_144
-MIN_TEMPERATURE = 1e-5  # below it requests are greedy: quotients of logits might not be finite
+MIN_TEMPERATURE = 1e-5  # requests below it are greedy, because logits divided by less might not be finite
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """Form that the output must have.
+    """Grammar that the output must follow.
 
-    `text` is the JSON text of the schema for json_schema and closed_json_schema, nothing for json_object, the
-    expression for regex, a JSON list of strings for choice, EBNF in GBNF's notation for ebnf, and llguidance's own
-    notation for lark. Under closed_json_schema an object has no other keys than its schema names, unless this says so.
-    A template is the server's own, never a client's: Lark that `structured_output.translate` completes.
+    `text` is the JSON text of the schema for json_schema and closed_json_schema, "" for json_object, the expression for
+    regex, a JSON list of strings for choice, EBNF in GBNF's notation for ebnf, and llguidance's own notation for lark.
+    With closed_json_schema, an object has only the keys that its schema names, unless the schema allows others. Only
+    the server makes templates, never a client: Lark that `structured_output.translate` completes.
     """
 
     kind: Literal["json_object", "json_schema", "closed_json_schema", "regex", "choice", "ebnf", "lark", "template"]
     text: str = ""
 
     def check_size(self, field: str) -> None:
-        """Raise InvalidRequest if it is too long; `field` is the request's name of it."""
+        """Raise InvalidRequest if the text is too long; `field` is the request's field that it came in."""
         if len(self.text) > MAX_GRAMMAR_CHARS:
             raise InvalidRequest(field, f"a grammar may have {MAX_GRAMMAR_CHARS} characters, not {len(self.text)}")
 
 
 class SamplingFlags(IntFlag):
-    """Work that a request asks of the sampling of its tokens, besides the choice of the likeliest."""
+    """Work of sampling that a request needs beyond the choice of the most likely token."""
 
     SAMPLED = 1  # not greedy
-    FILTERED = 2  # top-k, top-p or min-p, of a row that is not greedy
-    PROCESSED = 4  # penalties, biases, or ids that it must not choose: SamplingParams.processed
+    FILTERED = 2  # not greedy, and with top-k, top-p or min-p
+    PROCESSED = 4  # penalties, biases or forbidden ids: `SamplingParams.processed`
     CONSTRAINED = 8  # a grammar
     LOGPROBS = 16  # log-probabilities of its output or of its prompt
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
-    """Choice of one sequence's tokens, and its end.
+    """Parameters of one sequence: how its tokens are chosen, and when it ends.
 
     The defaults are greedy decoding of up to 1024 tokens. `max_tokens=None` means as many as the context holds.
-    `seed=None` means a fresh seed for every request. `top_k=-1` (or 0) means no limit. `max_tokens=0` scores the
-    prompt alone: it comes with `prompt_logprobs`.
+    `seed=None` means a new seed for every request. `top_k=-1` (or 0) means no limit. `max_tokens=0` only scores the
+    prompt, and needs `prompt_logprobs`.
 
-    Logits are changed in this order: ids that `grammar`, `allowed_token_ids`, `bad_words` or `min_tokens` forbid are
-    excluded, `logit_bias` is added, then come the repetition penalty (on all tokens so far), the frequency and the
-    presence penalty (on the output's), the temperature, and the filters. Log-probabilities are of the logits before
-    any of it, or, where the engine is told so, of those before the filters.
+    Logits are processed in this order: ids that `grammar`, `allowed_token_ids`, `bad_words` or `min_tokens` forbid are
+    excluded; `logit_bias` is added; then come the repetition penalty (on all tokens so far), the frequency and the
+    presence penalty (on output tokens), the temperature, and the filters. Log-probabilities are those of the logits
+    before all of this or, with --logprobs-mode processed_logprobs, before the filters.
     """
 
     temperature: Annotated[
@@ -214,7 +213,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
             if (text := field.refusal(name, getattr(self, name), limits)) is not None:
                 raise InvalidRequest(name, text)
         if self.grammar is not None and self.grammar.kind == "template":
-            raise InvalidRequest("grammar", "a template is no grammar of clients: the server completes its own")
+            raise InvalidRequest("grammar", "grammars of the kind template are made by the server only")
         for ids in self.bad_words_ids:
             if not 0 < len(ids) <= MAX_BAD_WORD_TOKENS:
                 raise InvalidRequest("bad_words_ids", f"a bad word must have 1 to {MAX_BAD_WORD_TOKENS} tokens")
@@ -230,7 +229,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
     @property
     def processed(self) -> bool:
-        """True if logits are changed before the temperature, other than by a grammar."""
+        """True if logits are processed before the temperature, other than by a grammar."""
         return bool(
             self.presence_penalty
             or self.frequency_penalty
@@ -243,7 +242,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
     @property
     def flags(self) -> SamplingFlags:
-        """Work that these parameters ask of the sampling; grammars and log-probabilities apart."""
+        """Flags of these parameters, except those for grammars and log-probabilities."""
         flags = SamplingFlags.PROCESSED if self.processed else SamplingFlags(0)
         if not self.greedy:
             flags |= SamplingFlags.SAMPLED
@@ -253,11 +252,10 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
 
 def resolve_max_tokens(prompt_len: int, max_tokens: int | None, limits: Limits, *, fewer: bool = False) -> int:
-    """Return the tokens that a prompt of this length may be given; InvalidRequest if `max_tokens` do not fit.
+    """Return the number of tokens that may be generated; InvalidRequest if `max_tokens` do not fit the context.
 
-    With `fewer` as many as fit are given then.
-
-    More than the cap of `limits` is cut to it without a word, as in vLLM.
+    With `fewer`, as many as fit are generated instead. A number above `limits.max_new_tokens` is silently reduced to
+    it, as in vLLM.
     """
     room = room_for_output(prompt_len, max_tokens, limits)
     if max_tokens is not None and max_tokens > room and not fewer:
@@ -271,7 +269,7 @@ def resolve_max_tokens(prompt_len: int, max_tokens: int | None, limits: Limits, 
 
 
 def room_for_output(prompt_len: int, max_tokens: int | None, limits: Limits) -> int:
-    """Return the tokens that fit behind a prompt of this length; InvalidRequest if none, unless `max_tokens` is 0."""
+    """Return the number of tokens that fit after a prompt; InvalidRequest if none does, unless `max_tokens` is 0."""
     if prompt_len < 1:
         raise InvalidRequest("prompt", "the prompt must have at least one token")
     room = limits.max_seq_len - prompt_len
@@ -285,32 +283,32 @@ def room_for_output(prompt_len: int, max_tokens: int | None, limits: Limits) -> 
 
 
 class NewRow(msgspec.Struct, frozen=True, array_like=True):
-    """Row of a request that enters a slot, with all that the device must learn of it: nothing is sent a second time."""
+    """Row of a request that enters a slot, with all data that the device needs of it; it is sent once."""
 
     slot: int
     token_ids: Int32Array  # all known tokens: the prompt, and after a retraction the output so far
     pages: Int32Array  # pages of the cached prefix, in order
     sampling: SamplingParams
-    seed: int  # the sequence's own, of 64 bits: derived from the request's seed and the choice's index
-    prompt_len: int = 0  # how many of the known tokens are the prompt
-    stop_ids: tuple[int, ...] = ()  # ids that end it, eos among them: forbidden before sampling.min_tokens
-    window_pages: Int32Array | None = None  # the prefix's in layers with a window, where these have their own
+    seed: int  # 64-bit seed of the sequence, derived from the request's seed and the choice's index
+    prompt_len: int = 0  # number of the known tokens that are the prompt
+    stop_ids: tuple[int, ...] = ()  # ids that end it, eos included, which are forbidden before sampling.min_tokens
+    window_pages: Int32Array | None = None  # windowed pages of the cached prefix, if there is a windowed group
 
 
 class ScoredTokens(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens of which a step returns log-probabilities."""
+    """Tokens whose log-probabilities a step returns."""
 
-    rows: Int32Array  # [n]: sampling rows whose new token's log-probability is wanted
-    top: int  # with so many alternatives
-    prompt_lens: Int32Array  # [rows]: how many of a row's tokens, from its first, score the token that follows
-    prompt_top: int  # with so many alternatives
+    rows: Int32Array  # [n]: sampling rows whose new token is scored
+    top: int  # number of alternatives to each
+    prompt_lens: Int32Array  # [rows]: number of a row's tokens, from its first, that score the next prompt token
+    prompt_top: int  # number of alternatives to each
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs(Generic[A]):
-    """Natural logarithms of probabilities at n positions: of the token that is there and of the k most likely.
+    """Log-probabilities (natural logarithms) at n positions: of the token there and of the k most likely ones.
 
-    `A` is the device's kind of array (tensors), or the host's (NumPy).
+    `A` is the type of array: tensors on the device, NumPy arrays on the host.
     """
 
     chosen: A  # float32[n]
@@ -319,25 +317,25 @@ class Logprobs(Generic[A]):
     top: A  # float32[n, k]
 
     def map(self, convert: Callable[[A], B]) -> Logprobs[B]:
-        """Convert each array."""
+        """Return it with each array converted."""
         return Logprobs(convert(self.chosen), convert(self.ranks), convert(self.top_ids), convert(self.top))
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult(Generic[A]):
-    """Outcome of a step, on the device and then on the host. Its Batch says which log-probabilities there are."""
+    """Result of a step, on the device and then on the host. Its Batch says which log-probabilities there are."""
 
-    tokens: A  # int32[S]: sampled, in the order of the rows that sample; of a pooling model none
+    tokens: A  # int32[S]: sampled tokens, in the order of the rows that sample; none of a pooling model
     logprobs: Logprobs[A] | None = None  # for the tokens of `ScoredTokens.rows`
     prompt_logprobs: Logprobs[A] | None = None  # for the tokens of `ScoredTokens.prompt_lens`, row after row
     vectors: A | None = None  # float32[S, size] of a pooling model, in place of tokens
 
     def map(self, convert: Callable[[A], B]) -> StepResult[B]:
-        """Convert each array."""
+        """Return it with each array converted."""
         return self.map_rest(convert(self.tokens), convert)
 
     def map_rest(self, tokens: B, convert: Callable[[A], B]) -> StepResult[B]:
-        """Convert each array but the tokens, in whose place are these."""
+        """Return it with these tokens and each other array converted."""
         output, prompt = self.logprobs, self.prompt_logprobs
         return StepResult(
             tokens,
@@ -348,15 +346,15 @@ class StepResult(Generic[A]):
 
 
 PendingStep: TypeAlias = Callable[[], StepResult[AnyArray]]
-"""Waits for a launched step and returns its result on the host; DeviceOutOfMemory if there was too little for it."""
+"""Waits for a launched step and returns its result on the host; DeviceOutOfMemory if the step ran out of memory."""
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The plan of one step: rows of (slot, first position, number of tokens), and what is new on the device.
+    """Plan of one step: rows of (slot, start position, query length), and the new rows and pages for the device.
 
-    A row extends its sequence by `query_lens[i]` tokens from position `start_pos[i]`, attending to all before them.
-    `needs_sample[i]` says whether it reaches the last known token and so chooses the next. One plan drives every
-    engine: CPU, CUDA, a captured graph, or a simulation; and it goes to the other tensor-parallel ranks as it is.
+    A row extends its sequence by `query_lens[i]` tokens from position `start_pos[i]`, which attend to all tokens before
+    them. `needs_sample[i]` is True if the row reaches the last known token, so that the next one is sampled. The same
+    plan drives every engine: CPU, CUDA, a captured graph, a simulation, and the other tensor-parallel ranks.
     """
 
     step: int
@@ -367,9 +365,9 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     new_pages: Int32Array  # [k, 3]: (slot, index in its page-table row, page); [k, 4]: and the windowed page
     new_rows: list[NewRow] = []
     flags: SamplingFlags = SamplingFlags(0)  # union over all rows that sample
-    logprobs: ScoredTokens | None = None  # None: nobody asked
-    # Rows (from, to) of recurrent states to copy before the forward, one after another: slots and, behind the scratch
-    # slot, snapshots.
+    logprobs: ScoredTokens | None = None  # None: no log-probabilities are wanted
+    # Rows (from, to) of recurrent states to copy before the forward, in order: slots and, after the scratch slot,
+    # snapshots.
     state_copies: list[tuple[int, int]] = []
 
     @property
@@ -379,7 +377,7 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     @property
     def constrained(self) -> bool:
-        """True if some row that samples has a grammar: the sampling waits for its bitmask."""
+        """True if a row that samples has a grammar, so that the sampling waits for the grammar bitmask."""
         return SamplingFlags.CONSTRAINED in self.flags
 
     @property
@@ -388,11 +386,11 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class CacheNode(msgspec.Struct, frozen=True):
-    """A node of the tree of cached prefixes: a run of pages that all prefixes through it share."""
+    """Node of the tree of cached prefixes: a run of pages that all prefixes through it share."""
 
-    first: int  # number of its first page, which stays when the run is cut
+    first: int  # number of its first page, which a split or an evicted tail does not change
     last: int  # number of its last page
-    parent: int | None  # the last page of the node above; None: it begins a prefix
+    parent: int | None  # last page of the node above; None if it is a child of the root
     pages: int
     end: int  # tokens of the whole prefix
     locks: int  # running requests that hold it

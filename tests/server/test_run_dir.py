@@ -31,7 +31,7 @@ def test_a_path_that_no_socket_may_have_is_refused(monkeypatch: pytest.MonkeyPat
         folder = tmp_path / name
         folder.mkdir()
         monkeypatch.setattr(tempfile, "tempdir", str(folder))
-        with pytest.raises(ConfigError, match="TMPDIR is too long, or no UTF-8"):
+        with pytest.raises(ConfigError, match="TMPDIR is too long, or not UTF-8"):
             make_run_dir()
         assert not list(folder.iterdir())
 

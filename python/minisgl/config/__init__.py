@@ -2,17 +2,17 @@
 
 They travel to the worker processes as JSON over the control pipe (`message.control`).
 
-Each setting is declared in this folder and nowhere else: a field whose type is `Annotated` with a `Setting`. Its flag,
-its line in --help, the check of its bounds or choices and, in the structs of the model's source, the engine and the
-scheduler, its keyword of `LLM` follow from that (`settings`). To add one, declare the field and read it where it is
-due:
+Each setting is declared in this folder and nowhere else, as a field whose type is `Annotated` with a `Setting`. From
+the declaration `settings` makes its flag, its line in --help, the check of its bounds or choices and, for the model's
+source, the engine and the scheduler, its keyword of `LLM`. To add a setting, declare the field and read it where it is
+needed:
 
     class HttpConfig(...):
         max_choices: Annotated[int, Setting("choices of a prompt: n, best_of", ge=1)] = 64
 
-makes `--max-choices N`, refused below 1 by name and limit; the API server reads `config.http.max_choices`. A `Literal`
-type makes choices; `int | None` is optional, and None is what its help says; a bool's flag sets the opposite of its
-default. Only what several fields must agree on is checked by hand, in `validate`.
+makes `--max-choices N`, which refuses values below 1; the API server reads `config.http.max_choices`. A `Literal` type
+makes choices; `int | None` is optional, and its help says what None means; a bool's flag sets the opposite of its
+default. Only conditions on several fields are checked by hand, in `validate`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ DECODE_ATTENTION = (*ATTENTION_BACKENDS, "fused")
 
 
 def attention_names(attention: str) -> tuple[str, str]:
-    """Return the backends for prefill and decode that --attn names; ConfigError for one that is unknown."""
+    """Return the backends for prefill and decode that --attn names; ConfigError for an unknown one."""
     names = attention.split(",")
     if len(names) > 2 or names[0] not in ATTENTION_BACKENDS or names[-1] not in DECODE_ATTENTION:
         raise ConfigError(

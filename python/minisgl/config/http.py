@@ -1,4 +1,4 @@
-"""Configuration of the API server: who may call it and how, and what one request may take."""
+"""Configuration of the API server: access, and limits on one request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from minisgl.limits import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_STRINGS, Limits
 
 
 class HttpConfig(Settings, frozen=True, kw_only=True):
-    """Who may call the API server and how."""
+    """The API server: access, and limits on one request."""
 
     api_keys: Annotated[
         tuple[str, ...],
@@ -84,7 +84,7 @@ class HttpConfig(Settings, frozen=True, kw_only=True):
     ] = 60.0
 
     def limits(self, engine: Limits) -> Limits:
-        """Return the engine's limits, with what one request may ask for."""
+        """Return the engine's limits with those on one request."""
         return msgspec.structs.replace(
             engine, max_choices=self.max_choices, max_stop_strings=self.max_stop_strings, max_logprobs=self.max_logprobs
         )

@@ -13,21 +13,21 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Places and form of KV events; none are published unless `publisher` or `enable_kv_cache_events` says so."""
+    """Endpoints of KV events; events are published only if `publisher` or `enable_kv_cache_events` enables them."""
 
-    enable_kv_cache_events: bool | None = None  # vLLM's; SGLang has `publisher` alone
+    enable_kv_cache_events: bool | None = None  # vLLM's field; SGLang has only `publisher`
     publisher: Literal["zmq", "null"] | None = None
-    endpoint: str = "tcp://127.0.0.1:5557"  # others' default is tcp://*:5557, open to the network
+    endpoint: str = "tcp://127.0.0.1:5557"  # vLLM's and SGLang's default is tcp://*:5557, open to the network
     bind: bool | None = None  # None: bind loopback addresses, wildcards and ipc, connect to other hosts
     replay_endpoint: str | None = None  # always bound; None: no replay
     buffer_steps: _Count = 10_000  # batches kept for a replay
-    hwm: _Count = 10_000  # batches kept for a subscriber that is slow; later ones it misses
-    max_queue_size: _Count = 100_000  # accepted without effect: nothing waits before it is sent
+    hwm: _Count = 10_000  # batches kept for a slow subscriber, which misses later ones
+    max_queue_size: _Count = 100_000  # accepted without effect: there is no queue before the socket
     topic: str = ""
 
     @classmethod
     def parse(cls, text: str) -> KVEventsConfig | None:
-        """Return what the JSON says, None if nothing is to be published; ConfigError if it cannot be."""
+        """Return the configuration in the JSON, None if events are not enabled; ConfigError if it is invalid."""
         try:
             config = msgspec.json.decode(text, type=cls)
         except msgspec.DecodeError as error:
@@ -42,13 +42,13 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def binds(self) -> bool:
-        """True if the endpoint is ours to bind: others connect."""
+        """True if the publisher binds the endpoint, and subscribers connect to it."""
         host = _host(self.endpoint)
         wanted = self.endpoint.startswith("ipc://") or host in _BIND_HOSTS or host.startswith("127.")
         return wanted if self.bind is None else self.bind
 
     def describe(self, page_size: int) -> dict[str, Any] | None:
-        """Return the `kv_events` block of SGLang's /server_info; None where no subscriber could dial the endpoint."""
+        """Return the `kv_events` block of SGLang's /server_info; None if subscribers cannot connect to the endpoint."""
         port = _port(self.endpoint)
         if port is None or not self.binds:
             return None

@@ -1,4 +1,4 @@
-"""Configuration of the whole server: the parts' structs, and what belongs to none of them."""
+"""Configuration of the whole server: the structs of its parts, and settings that belong to no part."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
 
     @property
     def kv_events(self) -> KVEventsConfig | None:
-        """Return the places where KV events are published; None: nowhere. ConfigError if the JSON cannot be read."""
+        """Configuration of KV events; None: none are published. ConfigError if the JSON is invalid."""
         return None if self.kv_events_config is None else KVEventsConfig.parse(self.kv_events_config)
 
     @property
@@ -137,7 +137,7 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
         return Path(self.tokenizer_path or self.engine.model_path)
 
     def located(self, model: Path, tokenizer: Path) -> ServerConfig:
-        """Return this configuration with the folders of its model and tokenizer, as every process reads them."""
+        """Return this configuration with the local folders of its model and tokenizer, for all processes."""
         engine = msgspec.structs.replace(self.engine, model_path=str(model.resolve()))
         chat_template = self.source.chat_template and str(Path(self.source.chat_template).resolve())
         source = msgspec.structs.replace(self.source, chat_template=chat_template)

@@ -1,7 +1,7 @@
-"""One declaration per setting, from which flags, --help, refusals by range and choice, and `LLM`'s keywords follow.
+"""Declaration of settings, and the flags, --help, checks of bounds and choices, and keywords of `LLM` made from them.
 
-A setting is a field of a configuration struct of this folder whose type is `Annotated` with a `Setting`. This
-module reads such fields; it knows none of them.
+A setting is a field of a configuration struct of this folder whose type is `Annotated` with a `Setting`. This module
+handles such fields in general; the structs are in the other modules.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ MAX_SECONDS = 86_400  # bound of the settings that are a time
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be served. One line that says what to change."""
+    """The configuration cannot be served. The message is one line that says what to change."""
 
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """Declaration of a setting beside its name, type and default.
+    """Declaration of a setting, in addition to its name, type and default.
 
-    A bool's flags set the opposite of its default; a tuple's take one value or more, and may come several times.
+    A bool's flags set the opposite of its default; a tuple's take one or more values, and may be repeated.
     """
 
     help: str  # one sentence, without the default
@@ -39,9 +39,9 @@ class Setting:
     ge: float | None = None  # bounds of a number: at least, more than, at most
     gt: float | None = None
     le: float | None = None
-    unit: str = ""  # behind the limit in a refusal
-    values: Mapping[str, str] = field(default_factory=dict)  # value of vLLM and SGLang in small letters -> value here
-    switches: Mapping[str, Any] = field(default_factory=dict)  # flags that take no value, each with what it sets
+    unit: str = ""  # shown after the limit in a refusal
+    values: Mapping[str, str] = field(default_factory=dict)  # lower-case value of vLLM or SGLang -> value here
+    switches: Mapping[str, Any] = field(default_factory=dict)  # flag without a value -> value that it sets
 
 
 def seconds(help: str, **declared: Any) -> Setting:
@@ -60,7 +60,7 @@ class Declaration:
 
     @property
     def kind(self) -> Any:
-        """Type of a value that is given: an optional setting's without None."""
+        """Type of a given value: the setting's type without None."""
         parts = get_args(self.hint) if isinstance(self.hint, UnionType) else (self.hint,)
         return next(part for part in parts if part is not type(None))
 
@@ -79,11 +79,11 @@ class Declaration:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Values of a setting of a Literal type; () for another type."""
+        """Values of a setting of a Literal type; () for other types."""
         return get_args(self.kind) if get_origin(self.kind) is Literal else ()
 
     def check(self, value: Any) -> None:
-        """Raise ConfigError for a value that is none of the choices, or out of bounds."""
+        """Raise ConfigError for a value that is not one of the choices, or out of bounds."""
         setting = self.setting
         if self.choices and value not in self.choices:
             raise ConfigError(f"{self.keyword} must be one of {', '.join(self.choices)}, not {value}")
@@ -96,9 +96,9 @@ class Declaration:
             raise ConfigError(f"{self.flags[0]} must be {_bounds(setting)}, not {value}")
 
     def read(self, text: str) -> str:
-        """Return what a text of the command line means, where other servers may name it otherwise.
+        """Return the value for a text of the command line, which may be another server's name of it.
 
-        Parts between commas are read one by one. Raises ConfigError for what is none of the choices.
+        Parts between commas are replaced one by one. Raises ConfigError for a text that is not one of the choices.
         """
         values = ",".join(self.setting.values.get(part.lower(), part) for part in text.split(","))
         if not self.choices:
@@ -137,13 +137,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Base of the configuration structs."""
 
     def validate(self) -> None:
-        """Raise ConfigError for the first value that its declaration does not allow, or that another one excludes."""
+        """Raise ConfigError for the first value that violates its declaration or contradicts another value."""
         for declared in declarations(type(self)):
             declared.check(getattr(self, declared.name))
 
 
 def take_keywords(struct: type[T], keywords: dict[str, Any]) -> dict[str, Any]:
-    """Remove `struct`'s settings from LLM's keywords and return them by field name. None stands for the default."""
+    """Remove the settings of `struct` from LLM's keywords; return them by field name. None stands for the default."""
     taken = {one.name: keywords.pop(one.keyword) for one in declarations(struct) if one.keyword in keywords}
     return {name: value for name, value in taken.items() if value is not None}
 
@@ -155,14 +155,17 @@ def add_flags(
     only: Collection[str] | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> None:
-    """Add the flags of a struct's settings, or of those that `only` names; --help shows `defaults` over the fields'."""
+    """Add the flags of a struct's settings, or only of those in `only`.
+
+    --help shows the values in `defaults` in place of the fields' own defaults.
+    """
     for declared in declarations(struct):
         if only is None or declared.name in only:
             _add_flag(parser, _key(struct, declared), declared, (defaults or {}).get(declared.name, declared.default))
 
 
 def read_flags(args: argparse.Namespace, struct: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the values that the command line gives for a struct's settings, by field name. Raises ConfigError."""
+    """Return the values of a struct's settings that are on the command line, by field name. Raises ConfigError."""
     given = vars(args)
     values = {}
     for declared in declarations(struct):

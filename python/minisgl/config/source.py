@@ -15,18 +15,18 @@ ModelSource = Literal["huggingface", "modelscope"]
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Values of generation_config.json for what a request leaves out; None: not set there."""
+    """Values of generation_config.json for fields that a request leaves out; None: not set there."""
 
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    max_new_tokens: int | None = None  # cap on every answer, whatever its request says
+    max_new_tokens: int | None = None  # limit on every answer, even if its request wants more tokens
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The defaults that are set, by the names of a request's fields; without the cap."""
+        """Defaults that are set, by the names of a request's fields, without `max_new_tokens`."""
         found: dict[str, Any] = msgspec.to_builtins(self)
         found.pop("max_new_tokens", None)
         return found

@@ -1,5 +1,7 @@
-"""Ranks that hold one model together: `group.TPGroup` is what layers see, over no peers (`SingleRank`), NCCL and our
-own kernels (`nccl`), or memory that the processes of a host share (`shared_memory`).
+"""Tensor-parallel groups. Layers call `group.TPGroup`.
+
+Its implementations are one rank (`SingleRank`), ranks on GPUs with NCCL and our own kernels (`nccl`), and processes on
+CPUs with shared memory (`shared_memory`).
 """
 
 from minisgl.distributed.group import SingleRank, TPGroup

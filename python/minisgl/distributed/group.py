@@ -1,4 +1,4 @@
-"""The two collectives that the layers use, the group of one, and the meeting of ranks."""
+"""The interface of a tensor-parallel group, the group of one rank, and the rendezvous of ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from minisgl.kernel.base import Norm
 Summed: TypeAlias = tuple[Tensor, Tensor | None]
 """Sum over ranks, and its RMS norm if one kernel has computed both."""
 
-_POLL = 0.02  # seconds between looks at who has come
+_POLL = 0.02  # seconds between checks which ranks have come
 
 
 class SharedRows(Protocol):
@@ -24,7 +24,7 @@ class SharedRows(Protocol):
 
     @property
     def own(self) -> Tensor:
-        """This rank's, [rows, width]."""
+        """Memory of this rank, [rows, width]."""
 
     @property
     def addresses(self) -> Tensor:
@@ -32,53 +32,53 @@ class SharedRows(Protocol):
 
 
 class TPGroup(Protocol):
-    """Ranks that hold one model together. Every rank calls the same collectives in the same order.
+    """Group of ranks that each hold a shard of the model. Every rank calls the same collectives in the same order.
 
-    Operations with a body are for groups that have no faster way: these inherit them.
+    Methods with a body are defaults for groups without a faster implementation.
     """
 
     rank: int
     size: int
 
     def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The sum over ranks, plus `residual`, of x's shape; may overwrite x."""
+        """Return the sum of x over ranks, plus `residual`; may overwrite x."""
 
     def all_reduce_norm(self, x: Tensor, residual: Tensor, norm: Norm | None) -> Summed:  # noqa: ARG002
         """Return `all_reduce` of x [T, H] with its norm; may overwrite x."""
         return self.all_reduce(x, residual), None
 
     def product_sum(self, x: Tensor, weight: Tensor, residual: Tensor, norm: Norm | None) -> Summed | None:  # noqa: ARG002
-        """Return `all_reduce_norm` of x [T, K] @ weight [H, K]^T; None where that is the way.
+        """Return `all_reduce_norm` of x [T, K] @ weight [H, K]^T; None if the caller must compute it in two steps.
 
         Overwrites the residual [T, H].
         """
         return None
 
     def all_gather(self, x: Tensor, width: int | None = None, out: Tensor | None = None) -> Tensor:
-        """[T, n] -> [T, size * n]: the ranks' tensors side by side in rank order; the first `width` columns of them.
+        """Return the ranks' tensors [T, n], concatenated to [T, size * n] in rank order; the first `width` columns.
 
-        Written to `out`, if given, which is contiguous.
+        The result is written to `out`, if given, which is contiguous.
         """
 
     def share_rows(self, rows: int, width: int, dtype: torch.dtype) -> SharedRows | None:  # noqa: ARG002
-        """Memory [rows, width] on each rank; None where ranks do not reach each other's. All ranks ask together."""
+        """Return memory [rows, width] on each rank; None if ranks cannot read each other's memory. A collective."""
         return None
 
     def smallest(self, value: int) -> int:
-        """The smallest of the ranks' values; waits for all of them."""
+        """Return the smallest of the ranks' values; waits for all ranks."""
 
     def check(self) -> None:
-        """Raise RuntimeError if a collective has ended because a rank, which it names, did not come, or by `abort`."""
+        """Raise RuntimeError if a collective has failed, because of a rank (named in the error) or by `abort`."""
 
     def abort(self) -> None:
-        """End the collectives that wait for a rank which is gone; from any thread. None can be called afterwards."""
+        """End the collectives that wait for a rank that is gone, from any thread. No other can be called afterwards."""
 
     def close(self) -> None:
-        """Leave the group, whatever the other ranks do. CUDA graphs that have its collectives must be gone."""
+        """Leave the group without waiting for other ranks. CUDA graphs with its collectives must be freed before."""
 
 
 class SingleRank(TPGroup):
-    """The group of one."""
+    """Group of one rank."""
 
     rank = 0
     size = 1
@@ -104,7 +104,7 @@ class SingleRank(TPGroup):
 
 
 def side_by_side(gathered: Tensor, width: int | None, out: Tensor | None) -> Tensor:
-    """Lay out what all ranks have, [size, T, n], as `TPGroup.all_gather` returns it."""
+    """Return gathered tensors [size, T, n] in the layout of `TPGroup.all_gather`."""
     columns = gathered.movedim(0, 1).flatten(1)[:, :width]
     return columns if out is None else out.copy_(columns)
 
@@ -112,11 +112,10 @@ def side_by_side(gathered: Tensor, width: int | None, out: Tensor | None) -> Ten
 def meet(
     rank: int, size: int, init_method: str, timeout_s: float, check: Callable[[], None], message: str = ""
 ) -> Store:
-    """Meet the other ranks at `init_method` (such as file:///path); return a store in which `message` of each is found
-    under "rank N".
+    """Wait for the other ranks at `init_method` (such as file:///path); return a store with their messages.
 
-    `check` is called while some rank has not come yet, and may end the wait by raising; after `timeout_s` the store is
-    returned all the same, and waits for what is not in it.
+    The store has the `message` of rank N under "rank N". `check` is called while some rank has not come, and may end
+    the wait by raising. After `timeout_s` the store is returned even if a rank is missing; reading its message waits.
     """
     store: Store
     store, _, _ = next(rendezvous(init_method, rank, size))

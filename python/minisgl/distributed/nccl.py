@@ -1,4 +1,4 @@
-"""Ranks on GPUs of one host: NCCL, and kernels of csrc/ that sum what is small faster."""
+"""Ranks on GPUs of one host: NCCL, and kernels of csrc/ that are faster for small tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class NcclTP:
-    """This process's default group of torch.distributed. `push`: sums what it supports, and NCCL the rest."""
+    """The default group of torch.distributed. `push` computes the collectives that it supports, NCCL the rest."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, push: PushAllReduce | None = None) -> None:
         self.rank = group.rank()
@@ -44,7 +44,7 @@ class NcclTP:
         check: Callable[[], None] = lambda: None,
         push: bool = True,
     ) -> NcclTP:
-        """Meet the other ranks, as `meet` does. Without `push` all sums are NCCL's."""
+        """Return the group once all ranks have come (see `meet`). Without `push` NCCL computes all collectives."""
         store = meet(rank, size, init_method, timeout_s, check)
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=timeout, device_id=device)
@@ -58,7 +58,7 @@ class NcclTP:
 
     @property
     def pushes(self) -> bool:
-        """True if our own kernels sum what they support."""
+        """True if our own kernels are used for small tensors."""
         return self._push is not None
 
     def check(self) -> None:
@@ -76,7 +76,7 @@ class NcclTP:
         self._group.abort()
 
     def close(self) -> None:
-        self.abort()  # destroying alone waits until every rank does it
+        self.abort()  # otherwise `destroy_process_group` waits until every rank calls it
         self._push = None
         dist.destroy_process_group(self._group)
 

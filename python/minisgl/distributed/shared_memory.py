@@ -1,10 +1,11 @@
-"""Ranks on the CPUs of one host: values lie in memory that all map, and a byte on a socket says that they are there.
+"""Ranks on the CPUs of one host: values are in shared memory, and a byte on a socket signals that they are complete.
 
-A rank has two slots there. In a collective it writes its values to one, sends a byte to every other rank, and reads the
-others' slots when it has their bytes. The next collective takes the other slot: a rank that comes to this one again has
-had a byte of the next from everybody, who sent it when done with this one. Waiting is a read that blocks, so it takes
-no CPU time, orders the memory, and ends when a peer's process does. Gloo, which copies through sockets, takes a core
-250 us and more for a sum of a few rows.
+A rank has two slots in the memory. In a collective it writes its values to one slot, sends a byte to every other rank,
+and reads the others' slots when it has received their bytes. The next collective uses the other slot. A rank writes to
+the first slot again only after it has received everybody's byte of the collective between, which each rank sends when
+it has finished reading the first. Waiting is a blocking read, so it takes no CPU time, orders the memory accesses, and
+ends when a peer's process does. Gloo, which copies through sockets, takes a core 250 us and more for a sum of a few
+rows.
 
 Every rank sums in the order of the ranks, so the result has the same bits on all of them.
 """
@@ -26,12 +27,12 @@ from torch import Tensor
 from minisgl.distributed.group import TPGroup, meet, side_by_side
 from minisgl.process.machine import make_run_dir
 
-_SLOT_BYTES = 1 << 20  # larger tensors go in pieces
-_POLL = 0.02  # seconds between looks at who has come
+_SLOT_BYTES = 1 << 20  # larger tensors are sent in pieces
+_POLL = 0.02  # seconds to wait for a connection between calls of `check`
 
 
 class SharedMemoryTP(TPGroup):
-    """A rank of the group. RuntimeError from a collective for which another rank does not come."""
+    """One rank of the group. A collective raises RuntimeError if another rank does not come."""
 
     def __init__(self, rank: int, peers: Mapping[int, socket.socket], memory: mmap.mmap, timeout_s: float) -> None:
         self.rank = rank
@@ -55,7 +56,7 @@ class SharedMemoryTP(TPGroup):
         timeout_s: float = 300.0,
         check: Callable[[], None] = lambda: None,
     ) -> SharedMemoryTP:
-        """Meet the other ranks, as `meet` does. RuntimeError if one does not come in time."""
+        """Return the group once all ranks have come (see `meet`). RuntimeError if one does not come in time."""
         folder = Path(make_run_dir())
         peers: dict[int, socket.socket] = {}
         try:
@@ -107,7 +108,7 @@ class SharedMemoryTP(TPGroup):
         return min(int(one) for one in self._exchange(torch.tensor([value])))
 
     def check(self) -> None:
-        pass  # a collective raises
+        pass  # collectives raise their errors themselves
 
     def abort(self) -> None:
         for peer in self._peers.values():
@@ -121,7 +122,7 @@ class SharedMemoryTP(TPGroup):
             peer.close()
 
     def _exchange(self, own: Tensor) -> list[Tensor]:
-        """Return the ranks' tensors of own's size, at most a slot. The next call but one overwrites them."""
+        """Return the ranks' tensors of the size of `own`, at most a slot. The call after the next overwrites them."""
         slots = self._slots[self._turn, :, : own.nbytes].view(own.dtype)
         self._turn ^= 1
         slots[self.rank] = own
@@ -150,7 +151,7 @@ def _pieces(flat: Tensor) -> Iterator[Tensor]:
 
 
 def _map(rank: int, peers: Mapping[int, socket.socket], size: int) -> mmap.mmap:
-    """Map memory that rank 0 makes and the others are sent. It has no name, so nothing is left of it."""
+    """Return mapped memory that rank 0 creates and sends to the others. It has no name, so no file is left behind."""
     if rank == 0:
         file = os.memfd_create("minisgl-ranks")
         os.ftruncate(file, size)

@@ -1,4 +1,4 @@
-"""Answers of LLM, gathered piece by piece."""
+"""Answers of LLM, assembled from the detokenizer's deltas."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Completion(TypedDict):
     token_ids: list[int]
     finish_reason: FinishReason
     cached_tokens: int  # prompt tokens found in the prefix cache
-    logprobs: NotRequired[list[PositionLogprobs]]  # one for each token, if asked for
-    prompt_logprobs: NotRequired[list[PositionLogprobs]]  # one for each token of the prompt but the first, if asked for
+    logprobs: NotRequired[list[PositionLogprobs]]  # one for each token, if requested
+    prompt_logprobs: NotRequired[list[PositionLogprobs]]  # one for each prompt token but the first, if requested
 
 
 class Answer:
-    """Gathers the pieces of one sequence, until the last brings its completion.
+    """Collects the deltas of one sequence; the last one sets `completion`.
 
-    Then it lets go of them: thousands of pieces a sequence are joined and freed while the device is at work.
+    The deltas are then joined and freed, while the device is working on other sequences.
     """
 
     completion: Completion

@@ -11,7 +11,7 @@ from minisgl.config import EngineConfig, SchedulerConfig, SourceConfig
 from minisgl.config.settings import declarations, take_keywords
 
 _SETTINGS = (SourceConfig, EngineConfig, SchedulerConfig)  # settings that are keywords of LLM
-# Nobody reads along, so no first token is urgent, and whole prompts first make the largest decode batches soonest.
+# No client waits for a first token, and computing whole prompts first gives the largest decode batches soonest.
 _OWN_DEFAULTS = {"batch_policy": "prefill-first", "schedule_policy": "fcfs"}
 
 
@@ -36,7 +36,7 @@ def signature() -> Signature:
 
 
 def read_settings(keywords: dict[str, Any]) -> tuple[SourceConfig, EngineConfig, SchedulerConfig]:
-    """Return the settings that LLM's keywords give. TypeError for one that is unknown."""
+    """Return the settings given by LLM's keywords. TypeError for an unknown keyword."""
     source = SourceConfig(**take_keywords(SourceConfig, keywords))
     engine = EngineConfig(model_path="", **take_keywords(EngineConfig, keywords))
     scheduler = SchedulerConfig(**_OWN_DEFAULTS | take_keywords(SchedulerConfig, keywords))

@@ -1,6 +1,4 @@
-"""LLM: generation and embeddings from Python, without a server.
-
-It has a scheduler and an engine in the caller's process.
+"""LLM: generation and embeddings from Python, without a server: scheduler and engine are in the caller's process.
 
 The parameters are those of Mini-SGLang's LLM, so that programs written for it run unchanged.
 """
@@ -49,7 +47,7 @@ from minisgl.tokenizer.text import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
-_STEPS_TO_REST = 4  # more than are in flight
+_STEPS_TO_REST = 4  # more steps than can be in flight
 _TUPLES = ("stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words")
 
 Prompt = str | Sequence[int]
@@ -57,13 +55,13 @@ Message = dict[str, Any]
 
 
 class LLM:
-    """A loaded model. Raises ConfigError when it cannot be loaded; `close` (or `with`) gives the device back.
+    """A loaded model. Raises ConfigError if it cannot be loaded; `close` (or `with`) frees the device.
 
     `settings` are those of `SourceConfig`, `EngineConfig` and `SchedulerConfig` (`minisgl.config`) under their
-    keywords, which `help(LLM)` lists with types and defaults; None stands for the default, and an unknown one is a
+    keywords, which `help(LLM)` lists with types and defaults; None stands for the default, and an unknown keyword is a
     TypeError. `use_dummy_weight=True` is `load_format="dummy"`.
 
-    It may be called from several threads: one call waits for the other.
+    It may be called from several threads: the calls are executed one after another.
     """
 
     __signature__: ClassVar[Signature] = signature()
@@ -110,8 +108,8 @@ class LLM:
                 )
                 followers = self._ranks.outboxes(self._engine.limits)
                 self._open = True
-                self._lock = threading.Lock()  # calls from several threads are served one after another
-                self._num_seqs = 0  # sequences of the running call: they are numbered from 0
+                self._lock = threading.Lock()  # held during a call
+                self._num_seqs = 0  # number of sequences of the current call, whose ids count from 0
                 self.loop = make_loop(scheduling, self._engine, model_config, followers, grammars)
                 self._ranks.watch_progress(self._progress)
         except BaseException:
@@ -119,7 +117,7 @@ class LLM:
             raise
 
     def _progress(self) -> Progress:
-        """Return how far rank 0 is. Between calls nobody waits for a step."""
+        """Return the progress of rank 0 for hang detection. Between calls no step is awaited."""
         if not self._lock.locked():
             return Progress(self.loop.counts.begun, self.loop.counts.begun)
         return self.loop.counts.progress(self._engine.device.type == "cpu")
@@ -137,12 +135,11 @@ class LLM:
         *,
         use_tqdm: bool = False,
     ) -> list[Completion]:
-        """Answer all prompts (texts or token ids; one text stands for a list of it) in order, batched as they fit.
+        """Return completions of all prompts (texts or token ids; one text stands for a list of it) in order.
 
-        One SamplingParams serves all prompts; a list gives each its own; without any the defaults are those of the
-        model's generation_config.json, or else of SamplingParams. A `max_tokens` beyond the context is clipped
-        to it, with a warning in the log. Raises InvalidRequest for the first prompt or parameter that cannot be
-        served, before anything runs.
+        One SamplingParams is for all prompts; a list has one for each prompt. The default is the model's
+        generation_config.json, else SamplingParams. A `max_tokens` beyond the context is clipped to it, with a warning
+        in the log. Raises InvalidRequest for the first prompt or parameter that cannot be served, before anything runs.
         """
         ids = self._encode_all(prompts)
         answers = self._run(ids, self._params_for(ids, sampling_params), use_tqdm, continues=True)
@@ -156,7 +153,7 @@ class LLM:
         use_tqdm: bool = False,
         **template_kwargs: Any,
     ) -> list[Completion]:
-        """Answer one conversation, or several; `template_kwargs` go to the model's chat template."""
+        """Return the completion of one conversation, or of several; `template_kwargs` go to the chat template."""
         several = bool(messages) and not isinstance(messages[0], dict)
         conversations: list[Any] = list(messages) if several else [messages]
         ids = [self._known(self.tokenizer.encode_chat(list(one), None, template_kwargs)) for one in conversations]
@@ -173,7 +170,8 @@ class LLM:
     ) -> Float32Array:
         """Return the embeddings [prompts, dimensions] of texts or token ids, in order.
 
-        `dimensions` None: all; `normalize` None: as the model says. Raises InvalidRequest, also for other models.
+        `dimensions` None: all; `normalize` None: the model's default. Raises InvalidRequest, also if the model makes no
+        embeddings.
         """
         pooling = self._pools("embedding")
         check_dimensions(dimensions, pooling)
@@ -184,7 +182,10 @@ class LLM:
         )
 
     def classify(self, prompts: str | Sequence[Prompt], *, use_tqdm: bool = False) -> Float32Array:
-        """Return the probability of each class [prompts, classes]. Raises InvalidRequest, also for other models."""
+        """Return the probability of each class [prompts, classes].
+
+        Raises InvalidRequest, also if the model has no classes.
+        """
         pooling = self._pools("classes")
         ids = self._encode_all(prompts)
         vectors = self._vectors(ids, use_tqdm)
@@ -198,10 +199,10 @@ class LLM:
         instruction: str | None = None,
         use_tqdm: bool = False,
     ) -> list[float]:
-        """Return the score of each document for the query of its place, or for the only one.
+        """Return the score of each document for the query at the same index, or for the only query.
 
-        A reranker's score is a probability, that of embeddings the cosine. `instruction` is for rerankers whose form of
-        prompt has one. Raises InvalidRequest.
+        A reranker's score is a probability; for an embedding model it is the cosine. `instruction` is for rerankers
+        whose prompt has one. Raises InvalidRequest.
         """
         documents = [documents] if isinstance(documents, str) else documents
         queries = [queries] if isinstance(queries, str) else queries
@@ -223,7 +224,7 @@ class LLM:
         return [float(activated(vector, pooling.activation)[0]) for vector in self._vectors(ids, use_tqdm)]
 
     def _pools(self, makes: str | None = None) -> PoolingConfig:
-        """Return what the model makes of prompts; InvalidRequest if it is not that."""
+        """Return the model's pooling; InvalidRequest if it does not make vectors of this kind."""
         pooling = self._pooling
         if pooling is None:
             raise InvalidRequest("model", NO_VECTORS)
@@ -242,7 +243,7 @@ class LLM:
         return [np.frombuffer(answer.vector, dtype="<f4") for answer in answers]
 
     def close(self) -> None:
-        """End the engine and give its memory back; the object cannot be used afterwards, but closed again."""
+        """End the engine and free its memory; the object cannot be used afterwards. May be called repeatedly."""
         with self._lock:
             if self._open:
                 self._open = False
@@ -259,7 +260,7 @@ class LLM:
 
     @property
     def retractions(self) -> int:
-        """Number of times that a running request had to give its pages back and wait again."""
+        """Number of retractions since the start."""
         return self.loop.scheduler.retractions
 
     def check_idle(self) -> None:
@@ -281,14 +282,14 @@ class LLM:
         return self._known(ids).astype(np.int32)
 
     def _known(self, ids: Int32Array) -> Int32Array:
-        """Return the ids. InvalidRequest for one that the model does not have; a tokenizer may have more."""
+        """Return the ids; InvalidRequest for one that the tokenizer has and the model has not."""
         check_vocabulary(ids, self._engine.limits)
         return ids
 
     def _params_for(
         self, prompts: list[Int32Array], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[SamplingParams]:
-        """Return one validated SamplingParams a prompt, with max_tokens resolved."""
+        """Return validated SamplingParams for each prompt, with max_tokens resolved."""
         self._require_open()
         if self._pooling is not None:
             raise InvalidRequest("model", NO_TEXT)
@@ -317,11 +318,11 @@ class LLM:
     def _run(
         self, prompts: list[Int32Array], params: list[SamplingParams], use_tqdm: bool, *, continues: bool
     ) -> list[Answer]:
-        """Answer the prompts alone; `continues`: the answers' texts go on from the prompts'."""
+        """Return the prompts' answers; no other call runs meanwhile. `continues`: their texts continue the prompts'."""
         with self._lock:
             self._require_open()
             self._ranks.check()
-            self._come_to_rest()  # a second Ctrl-C may have cut short what the first began
+            self._come_to_rest()  # a second Ctrl-C may have interrupted it after the first
             self._num_seqs = len(prompts)
             try:
                 with self._ranks.guard():
@@ -338,7 +339,7 @@ class LLM:
             raise RuntimeError("this LLM is closed")
 
     def _come_to_rest(self) -> None:
-        """End what a call that was interrupted has left. RuntimeError if its steps cannot be completed any more."""
+        """Abort the sequences of an interrupted call. RuntimeError if its steps cannot be completed any more."""
         for seq_id in range(self._num_seqs):
             self.loop.scheduler.end(seq_id, "abort")
         for _ in range(_STEPS_TO_REST):
@@ -373,18 +374,18 @@ class LLM:
 
 
 def _stacked(rows: list[Float32Array], width: int) -> Float32Array:
-    """Return the rows [n, width], of which there may be none."""
+    """Return the rows as one array [n, width]; n may be 0."""
     return np.stack(rows) if rows else np.empty((0, width), dtype=np.float32)
 
 
 def _default_params(defaults: SamplingDefaults) -> SamplingParams:
-    """Return the parameters of a call that gives none: the model's, as vLLM does, or else those of SamplingParams."""
+    """Return the parameters of a call that gives none: the model's defaults, as in vLLM, else SamplingParams'."""
     params = SamplingParams(**defaults.fields)
     return params if defaults.max_new_tokens is None else params.with_max_tokens(defaults.max_new_tokens)
 
 
 def _with_tuples(params: SamplingParams) -> SamplingParams:
-    """Return the parameters with tuples in place of the lists that stand for them."""
+    """Return the parameters with lists replaced by tuples."""
     given = {name: getattr(params, name) for name in _TUPLES}
     for name, value in given.items():
         if isinstance(value, str):

@@ -23,11 +23,11 @@ from minisgl.process.child import Child, start_worker
 from minisgl.process.hang_watch import PING_SECONDS, RankWatch
 from minisgl.process.machine import cpu_environment, make_run_dir
 
-_GRACE = 1.0  # seconds: a connection breaks before its process has ended
+_GRACE = 1.0  # seconds for a rank's process to end after its connection has broken
 
 
 class RankLost(ConfigError, RuntimeError):
-    """A rank's process has ended, at the start by what it says, later by itself; or it hung and was ended."""
+    """A rank's process has failed or died, or it hung and was ended."""
 
 
 def _abort_after(process: subprocess.Popen[bytes], group: TPGroup, closed: threading.Event) -> None:
@@ -39,7 +39,7 @@ def _abort_after(process: subprocess.Popen[bytes], group: TPGroup, closed: threa
 def _look_until(closed: threading.Event, ranks: weakref.ref[RankProcesses]) -> None:
     while not closed.wait(PING_SECONDS / 2) and (one := ranks()) is not None:
         one.look()
-        del one  # this thread must not delay its end
+        del one  # no reference between two looks, so that the object can be freed
 
 
 class RankProcesses:
@@ -48,7 +48,7 @@ class RankProcesses:
     def __init__(self, config: ServerConfig) -> None:
         self._closed = threading.Event()
         self._reading = threading.Lock()  # held while control pipes are read
-        self._failures: dict[str, str] = {}  # by process, what it said at last
+        self._failures: dict[str, str] = {}  # message of a failure, by process
         self._hang: str | None = None
         self._hang_timeout = config.engine.hang_timeout
         self._run_dir = make_run_dir()
@@ -66,13 +66,13 @@ class RankProcesses:
         ]
 
     def check(self) -> None:
-        """Raise RankLost if one has ended."""
+        """Raise RankLost if a rank's process has ended."""
         for child in self._children:
             if child.process.poll() is not None:
                 raise self._lost(child)
 
     def _lost(self, child: Child, message: ToSupervisor | None = None) -> RankLost:
-        """Return an error with what the process said at last, if anything."""
+        """Return an error with the process's message of its failure, if it sent one."""
         if self._hang is not None:
             return RankLost(self._hang)
         with self._reading:
@@ -85,7 +85,7 @@ class RankProcesses:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Raise RankLost in place of what a collective says of a rank that has ended."""
+        """Replace the error of a collective by RankLost if a rank has ended."""
         try:
             yield
         except RankLost:
@@ -98,13 +98,13 @@ class RankProcesses:
             raise
 
     def watch(self, group: TPGroup) -> None:
-        """Abort the group's collectives as soon as one ends: NCCL would wait for it until the timeout."""
+        """Abort the group's collectives as soon as a rank ends: NCCL would wait for it until its timeout."""
         for child in self._children:
-            args = (child.process, group, self._closed)  # not self, whose end is theirs
+            args = (child.process, group, self._closed)  # not self, which the threads would keep alive
             threading.Thread(target=_abort_after, args=args, name=f"watch {child.name}", daemon=True).start()
 
     def watch_progress(self, progress: Callable[[], Progress]) -> None:
-        """End all of them from now on when one hangs: they are to be ready. `progress`: rank 0's, in this process."""
+        """Watch for hangs from now on, when all ranks are ready. `progress` returns that of rank 0, in this process."""
         if not self._children or not self._hang_timeout:
             return
         self._progress = progress
@@ -114,7 +114,7 @@ class RankProcesses:
         threading.Thread(target=_look_until, args=args, name="watch progress", daemon=True).start()
 
     def look(self) -> None:
-        """Hear what the ranks say, and end them if one hangs: rank 0 leaves its collective, and `check` says why."""
+        """Read the ranks' messages. If one hangs, end all, so that rank 0's collective fails and `check` says why."""
         with self._reading:
             if self._closed.is_set() or self._hang is not None:
                 return
@@ -130,7 +130,7 @@ class RankProcesses:
                     child.process.kill()
 
     def outboxes(self, limits: Limits) -> list[Outbox[ToRank]]:
-        """Wait until all are ready, let them begin, and return where their plans go. Raises RankLost."""
+        """Wait until all ranks are ready, start them, and return the outboxes for their plans. Raises RankLost."""
         for child in self._children:
             while not isinstance(message := child.pipe.receive(), Ready):
                 if message is None or isinstance(message, Failed):

@@ -1,1 +1,3 @@
-"""Worker processes: how one is started, and what each begins with."""
+"""Worker processes: `child` starts one, `worker` is the start of each; `machine` has the resources that they take, and
+`hang_watch` finds tensor-parallel ranks that hang.
+"""

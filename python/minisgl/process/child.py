@@ -1,4 +1,4 @@
-"""Child processes that run a module of this package, and workers among them: those with a control pipe."""
+"""Starts child processes that run a module of this package, and workers, which have a control pipe."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def start_module(
 ) -> subprocess.Popen[bytes]:
     """Start `python -m module arguments`; `env` is added to the environment, `options` are those of Popen.
 
-    The package is found where it was found for us, and nothing in the current folder shadows a module.
+    The child imports the same installation of the package, and files in the current folder cannot shadow modules.
     """
     paths = [str(Path(minisgl.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     found = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -30,14 +30,14 @@ def start_module(
 
 
 def leave_signals_to_parent() -> None:
-    """Ignore what ends a process: Ctrl-C, a closed terminal, and whoever ends a service, signal the parent too."""
+    """Ignore SIGINT, SIGTERM and SIGHUP, because the parent gets them too and ends its children in order."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 
 @dataclass(slots=True, eq=False)
 class Child:
-    """A running worker, and our end of its control pipe: it ends when that closes."""
+    """A running worker, and our end of its control pipe; the worker ends when that is closed."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -56,7 +56,7 @@ def start_worker(name: str, entry: str, start: Start, env: Mapping[str, str] | N
         env=env,
         pass_fds=fds,
         stdin=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C reaches the parent alone, which ends the others in order
+        start_new_session=True,  # Ctrl-C reaches only the parent, which ends the workers in order
     )
     theirs.close()
     pipe: ControlPipe[ToSupervisor] = ControlPipe(ours, ToSupervisor)  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
-"""Judgement of ranks that live and do not go on: a stopped process, a collective that never ends.
+"""Finds tensor-parallel ranks that hang: a stopped process, or a collective that never ends.
 
-Ranks are pinged. A rank hangs if for so many seconds it does not answer, or has not begun a step that rank 0 has. All
-together hang if rank 0 waits for a step and none computes: on a CPU a step may last for minutes, but then processes
-use the CPU; on a GPU, whose steps last a second or two, only the end of a step counts. An idle rank cannot be late.
+Ranks are pinged. A rank hangs if, for `hang_timeout` seconds, it does not answer, or does not begin a step that rank 0
+has begun. The group hangs if rank 0 waits for a step and no rank computes: on a CPU, where a step may take minutes, the
+processes must use CPU time; on a GPU, where a step takes a second or two, a step must end. An idle rank does not hang.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from minisgl.message.control import Ping, Progress
 from minisgl.process.child import Child
 
 PING_SECONDS = 0.5  # between two looks
-COMPUTES = 0.1  # cores that ranks use together, at least, while a step makes progress on a CPU
-LATE = 2.0  # seconds without an answer that single a rank out where all hang
+COMPUTES = 0.1  # cores that all ranks together use at least while a step makes progress on a CPU
+LATE = 2.0  # seconds of silence or delay after which a rank is named as the cause if the group hangs
 
 
 @dataclass(slots=True)
 class _Rank:
     progress: Progress = field(default_factory=Progress)
     answered: bool = True
-    silent: float = 0.0  # seconds since it was pinged and did not answer
-    behind: float = 0.0  # seconds since it has begun nothing of what rank 0 has
+    silent: float = 0.0  # seconds since a ping that it has not answered
+    behind: float = 0.0  # seconds for which it has not begun a step that rank 0 has begun
 
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """A rank that hangs, and a text that says how it shows."""
+    """A rank that hangs, and the symptom in words."""
 
     rank: int
     text: str
 
 
 class HangWatch:
-    """Watch over `num_ranks` ranks. Pure: it sees answers and the time between looks."""
+    """Decides which of `num_ranks` ranks hangs, from their answers and the time between looks. No I/O."""
 
     def __init__(self, num_ranks: int, limit: float) -> None:
         self._ranks = [_Rank() for _ in range(num_ranks)]
@@ -46,7 +46,7 @@ class HangWatch:
         self._stuck = 0.0  # seconds without progress
 
     def answer(self, rank: int, progress: Progress) -> None:
-        """Take a rank's answer to a ping."""
+        """Record a rank's answer to a ping."""
         one = self._ranks[rank]
         if progress.begun > one.progress.begun:
             one.behind = 0.0
@@ -55,8 +55,8 @@ class HangWatch:
     def look(self, elapsed: float) -> tuple[Sequence[int], Hang | None]:
         """Return the ranks to ping, and the rank that hangs, if one does.
 
-        `elapsed`: seconds since the last look. More than the usual ones have passed for the ranks as well only if
-        nobody stopped the watch, or the machine, in between: they do not count.
+        `elapsed`: seconds since the last look. It is capped, because after a long pause this process or the machine may
+        have been stopped, and not the ranks.
         """
         elapsed = min(elapsed, 2 * PING_SECONDS)
         first = self._ranks[0].progress
@@ -92,9 +92,9 @@ class HangWatch:
 
 
 class RankWatch:
-    """Pings the processes of ranks, and tells a HangWatch what they answer. A `limit` of 0 seconds means no watch.
+    """Pings the processes of ranks, and passes their answers to a HangWatch. `limit` 0: no watch.
 
-    `children`: by rank. A rank that lives in this process answers by itself.
+    `children`: processes by rank. Rank 0 may be in this process; then `answer_here` takes its progress.
     """
 
     def __init__(self, children: Mapping[int, Child], num_ranks: int, limit: float) -> None:
@@ -105,22 +105,22 @@ class RankWatch:
         self._looked = time.monotonic()
 
     def answer(self, name: str, progress: Progress) -> None:
-        """Take what the process of that name answered."""
+        """Record the answer of the process with this name."""
         self._watch.answer(self._ranks[name], progress)
 
     def answer_here(self, progress: Progress) -> None:
-        """Take the progress of rank 0, in this process."""
+        """Record the progress of rank 0, which is in this process."""
         self._watch.answer(0, progress)
 
     @property
     def pause(self) -> float | None:
-        """Seconds to the next look; None: there is none."""
+        """Seconds until the next look; None if there is no watch."""
         return max(self._looked + PING_SECONDS - time.monotonic(), 0.0) if self._limit else None
 
     def look(self) -> str | None:
-        """Ping whoever has answered, if it is time for it; return a line that names the rank that hangs, if one does.
+        """If it is time, ping the ranks that have answered; return a line that names the rank that hangs, if one does.
 
-        Answers that have come are taken before.
+        Answers that have arrived must be recorded before.
         """
         if self.pause != 0.0:
             return None

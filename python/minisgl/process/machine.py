@@ -1,4 +1,4 @@
-"""Resources that the server's processes take of their machine: files, a folder for sockets, memory and CPU time."""
+"""Resources of the machine that the server's processes use: open files, a folder for sockets, memory and CPU time."""
 
 from __future__ import annotations
 
@@ -12,33 +12,35 @@ from minisgl.config import ConfigError
 
 logger = logging.getLogger(__name__)
 
-MAX_OPEN_FILES = 65_535  # the value of vLLM and SGLang
+MAX_OPEN_FILES = 65_535  # as in vLLM and SGLang
 FILES_BESIDE_CONNECTIONS = 128  # libraries, sockets to other processes and status requests of the API server
 MAX_SOCKET_PATH = 107  # bytes of a Unix socket's path on Linux
 LONGEST_NAME = len("/tokenizer-999.ipc")  # longest name in message.socket.Addresses
-# Loops of an OpenMP thread before it sleeps. libgomp's own 300,000 are some 10 ms, taken from whoever has work; fewer
-# than 50,000 slow down steps on a quiet machine. Where the cores are wanted, `engine.cpu_threads` uses one thread.
+# Iterations that an OpenMP thread spins before it sleeps. libgomp's default, 300,000, takes some 10 ms of a core that
+# others may need; fewer than 50,000 slow down steps on a quiet machine. On a busy one `engine.cpu_threads` uses one
+# thread.
 SPIN_COUNT = 50_000
-# Products that oneDNN keeps compiled, one a matrix and number of tokens: some 0.5 MB each. Its own bound is 1024.
+# Compiled products that oneDNN caches, one for each matrix and number of tokens: some 0.5 MB each. Its default is 1024.
 CACHED_PRIMITIVES = 64
 
 PRIMITIVE_CACHES = {
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(CACHED_PRIMITIVES),
-    "LRU_CACHE_CAPACITY": str(CACHED_PRIMITIVES),  # torch's own, in front of it
+    "LRU_CACHE_CAPACITY": str(CACHED_PRIMITIVES),  # of torch's own cache of the same primitives
 }
 MALLOC = {
-    "MALLOC_ARENA_MAX": "1",  # memory that one thread frees is there for the next
-    # Larger tensors go back to the system at once. By itself glibc raises this to 32 MB, and what lives longer between
-    # such tensors then leaves holes in the heap. Less than 4 MB costs prefills over 10% in page faults.
+    "MALLOC_ARENA_MAX": "1",  # memory that one thread frees can be used by another
+    # Freed tensors above this size go back to the system at once. glibc raises the threshold to 32 MB by itself, after
+    # which long-lived memory between large tensors fragments the heap. Below 4 MB prefills lose over 10% to page
+    # faults.
     "MALLOC_MMAP_THRESHOLD_": str(4 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(32 << 20),  # free memory that stays at the end of the heap
 }
 
 
 def raise_open_files(max_queued_requests: int) -> int:
-    """Raise the soft limit as far as it is useful and allowed; return it.
+    """Raise the soft limit of open files as far as useful and allowed; return it.
 
-    Processes started afterwards inherit it. Logs a warning if the limit is too low for that many clients.
+    Processes started afterwards inherit it. Logs a warning if the limit is too low for this many clients.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
@@ -58,14 +60,14 @@ def raise_open_files(max_queued_requests: int) -> int:
 
 
 def make_run_dir() -> str:
-    """Make a folder for sockets below TMPDIR, of mode 0700. ConfigError if its path is too long for a socket's."""
+    """Create a folder for sockets in TMPDIR, with mode 0700. ConfigError if its path is too long for a socket."""
     folder = tempfile.mkdtemp(prefix="minisgl-")
     size = len(os.fsencode(folder))
     if size + LONGEST_NAME <= MAX_SOCKET_PATH and _is_text(folder):
         return folder
     os.rmdir(folder)
     raise ConfigError(
-        f"TMPDIR is too long, or no UTF-8: the path {folder!r} has {size} bytes, and of a folder for sockets may have "
+        f"TMPDIR is too long, or not UTF-8: the path {folder!r} has {size} bytes, and a folder for sockets may have "
         f"{MAX_SOCKET_PATH - LONGEST_NAME}"
     )
 
@@ -73,13 +75,13 @@ def make_run_dir() -> str:
 def _is_text(path: str) -> bool:
     try:
         path.encode()
-    except UnicodeEncodeError:  # undecodable bytes stand in it as surrogates
+    except UnicodeEncodeError:  # Python represents undecodable bytes as surrogates
         return False
     return True
 
 
 def cpu_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what to add to the environment. What the user has set stays."""
+    """Return the variables to add to the environment of a scheduler; variables that the user has set are kept."""
     wanted = {**PRIMITIVE_CACHES, **MALLOC, "GOMP_SPINCOUNT": str(SPIN_COUNT)}
     if "OMP_WAIT_POLICY" in environ:
         del wanted["GOMP_SPINCOUNT"]

@@ -1,8 +1,8 @@
 """Start of every worker process: `python -m minisgl.process.worker ENTRY FD`.
 
 ENTRY names a function ("package.module:function") that only this process imports; FD is its end of the control pipe.
-A thread reads that pipe for the whole life of the process, so that a worker ends with its parent, however that dies
-and whatever the worker is doing.
+A thread reads that pipe during the whole life of the process, so that a worker ends with its parent, however the parent
+dies and whatever the worker is doing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from minisgl.process.child import leave_signals_to_parent
 
 
 class Worker:
-    """A worker's view of its supervisor: its configuration, and the words it can say."""
+    """A worker's connection to its supervisor: its configuration, and the messages that it can send."""
 
     def __init__(self, pipe: ControlPipe[ToWorker]) -> None:
         self._pipe = pipe
@@ -72,11 +72,11 @@ class Worker:
             elif isinstance(message, Shutdown):
                 self._on_shutdown(message)
         if self._is_orphan():
-            shutil.rmtree(self._run_dir, ignore_errors=True)  # its owner was killed before it could
+            shutil.rmtree(self._run_dir, ignore_errors=True)  # the supervisor was killed before it could do so
         os._exit(1)
 
     def _is_orphan(self) -> bool:
-        """Return True if the supervisor is dead, whose files close a moment before its children get another parent."""
+        """Return True if the supervisor is dead. Its files are closed a moment before its children get a new parent."""
         for _ in range(20):
             if os.getppid() != self._parent:
                 return True
@@ -84,15 +84,15 @@ class Worker:
         return False
 
     def on_drain(self, callback: Callable[[], object]) -> None:
-        """Call this, from the control thread, when the supervisor wants no new requests. Register it before `ready`."""
+        """Call `callback` from the control thread when a drain begins. Must be registered before `ready`."""
         self._on_drain = callback
 
     def on_ping(self, progress: Callable[[], Progress]) -> None:
-        """Call this, from the control thread, when the supervisor asks how far this rank is."""
+        """Call `progress` from the control thread to answer a ping."""
         self._progress = progress
 
     def on_shutdown(self, callback: Callable[[Shutdown], None]) -> None:
-        """Call this, from the control thread, instead of exiting at once. The supervisor waits `grace` seconds."""
+        """Call `callback` from the control thread instead of exiting at once. The supervisor waits `grace` seconds."""
         self._on_shutdown = callback
 
     @contextmanager
@@ -103,19 +103,19 @@ class Worker:
         self._pipe.send(Phase(text, time.perf_counter() - begin))
 
     def ready(self, limits: Limits | None = None) -> Limits:
-        """Say that this worker can work; return the engine's limits when all can. The scheduler says the limits."""
+        """Report that this worker is ready; return the engine's limits when all are. The scheduler gives the limits."""
         self._pipe.send(Ready(limits))
-        # Objects of the start stay. A collection that looks at all of them would halt the scheduler for 40 ms.
+        # Objects of the start are permanent. A collection that visits all of them would halt the scheduler for 40 ms.
         gc.collect()
         gc.freeze()
         return self._serve.get()
 
     def drained(self) -> None:
-        """Say that every request that came before the drain is answered."""
+        """Report that every request that came before the drain is answered."""
         self._pipe.send(Drained())
 
     def failed(self, message: str) -> None:
-        """Say in one line why this worker cannot go on."""
+        """Report in one line why this worker has failed."""
         self._pipe.send(Failed(" ".join(message.split())))
 
 
