@@ -329,6 +329,7 @@ class StepResult(Generic[A]):
     logprobs: Logprobs[A] | None = None  # for the tokens of `ScoredTokens.rows`
     prompt_logprobs: Logprobs[A] | None = None  # for the tokens of `ScoredTokens.prompt_lens`, row after row
     vectors: A | None = None  # float32[S, size] of a pooling model, in place of tokens
+    seconds: float | None = None  # time of the step, if the device measures it
 
     def map(self, convert: Callable[[A], B]) -> StepResult[B]:
         """Return it with each array converted."""
@@ -342,6 +343,7 @@ class StepResult(Generic[A]):
             None if output is None else output.map(convert),
             None if prompt is None else prompt.map(convert),
             None if self.vectors is None else convert(self.vectors),
+            self.seconds,
         )
 
 

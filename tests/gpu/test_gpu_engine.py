@@ -156,6 +156,28 @@ def test_twenty_retractions_change_no_answer(tmp_path: Path, overlap: bool) -> N
     assert parted <= 2
 
 
+def test_the_seconds_of_a_step_are_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They leave out what the stream does before the step, and the host's wait for that."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    seconds: list[float] = []
+
+    def occupy() -> None:
+        begin.record()
+        torch.cuda._sleep(200_000_000)
+        end.record()
+
+    with LLM(str(folder), device="cuda", num_page_override=2000) as llm:
+        params = SamplingParams(max_tokens=8, ignore_eos=True)
+        llm.generate(prompts()[:1], params)
+        forward = llm._engine.forward
+        monkeypatch.setattr(llm._engine, "forward", lambda batch: (llm._engine._queue.launch(occupy), forward(batch)))
+        monkeypatch.setattr(llm.loop.scheduler, "record", lambda _, taken: seconds.append(taken))
+        llm.generate(prompts()[1:2], params)
+        occupied = begin.elapsed_time(end) / 1e3
+    assert len(seconds) == 8
+    assert all(0 < taken < occupied for taken in seconds)
+
+
 def test_seeded_sampling_repeats(folder: Path) -> None:
     params = [SamplingParams(temperature=0.8, seed=index, max_tokens=32, ignore_eos=True) for index in range(40)]
     with LLM(str(folder), device="cuda", num_page_override=2000, cache_type="naive") as llm:

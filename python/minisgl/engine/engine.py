@@ -167,6 +167,7 @@ class Engine:
 
     def forward(self, batch: Batch) -> None:
         """Launch a step's forward after the earlier launches, and return at once."""
+        self._queue.begin()
         self._forwarded = self._queue.launch(lambda: self._forward(batch))
 
     def sample(self, batch: Batch, bitmask: Int32Array | None = None) -> PendingStep:

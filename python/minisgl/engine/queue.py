@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -43,6 +44,9 @@ class DeviceQueue(Protocol):
     do.
     """
 
+    def begin(self) -> None:
+        """Mark the beginning of the step that is submitted next, for a device that measures its seconds."""
+
     def submit(self, step: Callable[[], StepResult[Tensor]]) -> PendingStep:
         """Queue a step; return at once a function that waits for its result."""
 
@@ -67,6 +71,9 @@ class CpuQueue:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "cpu-device", initializer=name_thread)
         self._step_threads = StepThreads()
+
+    def begin(self) -> None:
+        """Do nothing: the step loop measures a CPU's steps by the host's clock."""
 
     def submit(self, step: Callable[[], StepResult[Tensor]]) -> PendingStep:
         return self.launch(lambda: step().map(_as_array))
@@ -94,7 +101,7 @@ class OutputBuffer:
     """Pinned memory for the tokens of one step, and the event recorded after their device-to-host copy."""
 
     memory: Tensor  # [n] int32, pinned
-    done: torch.cuda.Event
+    done: torch.cuda.Event  # timed
 
 
 class _CudaStep:
@@ -105,17 +112,22 @@ class _CudaStep:
         buffer: OutputBuffer,
         count: int,
         rest: StepResult[Tensor],  # results other than tokens, on the host once the event is complete
+        begin: torch.cuda.Event | None,
         give_back: Callable[[OutputBuffer], None],
     ) -> None:
         self._buffer: OutputBuffer | None = buffer
         self._tokens: Int32Array = buffer.memory.numpy()[:count]
         self._rest = rest
+        self._begin = begin
         self._give_back = give_back
 
     def __call__(self) -> StepResult[AnyArray]:
         buffer = self._buffer
         if buffer is not None:
             buffer.done.synchronize()
+            if self._begin is not None:
+                seconds = self._begin.elapsed_time(buffer.done) / 1e3
+                self._rest = dataclasses.replace(self._rest, seconds=seconds)
             self._tokens = self._tokens.copy()
             self._buffer = None  # before `_give_back`: Ctrl-C in between must not give it back twice
             self._give_back(buffer)
@@ -132,6 +144,7 @@ class CudaQueue:
     """Queue on a stream of its own, which `with` makes current in a fraction of the time of `torch.cuda.stream`.
 
     After each step its tokens are copied to a pinned output buffer; the host waits for an event and reads them.
+    The seconds of a step are those between two events on the stream, the first of which waits for the step before it.
     """
 
     def __init__(self, device: torch.device, num_slots: int) -> None:
@@ -140,6 +153,11 @@ class CudaQueue:
         self._free: list[OutputBuffer] = []
         self._buffers: list[OutputBuffer] = []  # keeps all alive: a kernel may still write to one that was abandoned
         self._copy_tokens = token_copier(device)
+        self._begin: torch.cuda.Event | None = None  # of the step that is submitted next
+
+    def begin(self) -> None:
+        self._begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._begin.record(self._stream)
 
     def submit(self, step: Callable[[], StepResult[Tensor]]) -> PendingStep:
         with torch.inference_mode(), self._stream:
@@ -151,11 +169,12 @@ class CudaQueue:
         buffer = self._free.pop() if self._free else self._make_buffer()  # after all that may run out of memory
         self._copy_tokens(result.tokens, buffer.memory)
         buffer.done.record(self._stream)
-        return _CudaStep(buffer, len(result.tokens), rest, self._free.append)
+        begin, self._begin = self._begin, None
+        return _CudaStep(buffer, len(result.tokens), rest, begin, self._free.append)
 
     def _make_buffer(self) -> OutputBuffer:
         memory = torch.empty(self._num_slots, dtype=torch.int32, pin_memory=True)
-        buffer = OutputBuffer(memory, torch.cuda.Event())  # type: ignore[no-untyped-call]
+        buffer = OutputBuffer(memory, torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
         self._buffers.append(buffer)
         return buffer
 

@@ -69,9 +69,10 @@ class StepCounts:
 class StepLoop:
     """Launches step n + 1 before it reads the tokens of step n (`overlap`), or after.
 
-    `clock` counts seconds; a step's time is from its launch, or the end of the step before if that is later, to its
-    end. `retries`: if the device had too little memory for a step, its requests continue in smaller steps. That is
-    impossible with several ranks, because the others may wait in a collective for the one that failed.
+    A GPU measures the time of each step itself. Otherwise `clock` counts it, in seconds, from a step's launch, or from
+    the end of the step before if that is later, to its end. `retries`: if the device had too little memory for a step,
+    its requests continue in smaller steps. That is impossible with several ranks, because the others may wait in a
+    collective for the one that failed.
     """
 
     def __init__(
@@ -165,7 +166,8 @@ class StepLoop:
         self._in_flight.popleft()  # after the wait, which Ctrl-C may interrupt
         self.counts.finished = oldest.batch.step + 1
         begin, self._completed_at = max(oldest.at, self._completed_at), self._clock()
-        self.scheduler.record(oldest.batch, self._completed_at - begin)
+        seconds = self._completed_at - begin if result.seconds is None else result.seconds
+        self.scheduler.record(oldest.batch, seconds)
         if self.trace is not None:
             self.trace.add(oldest.batch, self.scheduler.seq_ids(oldest.batch), begin, self._completed_at)
         self.scheduler.complete(oldest.batch, result)
