@@ -1,8 +1,9 @@
 """Cost model of a step: the seconds that a plan takes, by what it computes. Pure.
 
-A step is a fixed part, the products of its tokens, and the attention of each token to those before it. The engine
-measures or estimates the five coefficients at its start (`engine.step_costs`); the scheduler corrects them by the steps
-that it has measured since.
+A step with chunks is a fixed part, the products of its tokens, and the attention of each token to those before it. A
+step of decodes alone has a fixed part of its own, the time of reading all weights, during which the GPU also computes
+most of their products. The engine measures or estimates the coefficients at its start (`engine.step_costs`); the
+scheduler corrects them by the steps that it has measured since.
 """
 
 from __future__ import annotations
@@ -21,17 +22,23 @@ class StepCost:
 
     prefill_token: float  # for each token of a chunk; above 0
     prefill_context: float = 0.0  # for each token of a chunk and each token that it attends to
-    decode_row: float = 0.0  # for each decode
+    decode_row: float = 0.0  # for each decode beside chunks
     decode_context: float = 0.0  # for each token that a decode attends to
-    fixed: float = 0.0  # for each step
+    fixed: float = 0.0  # for each step with chunks
+    alone_row: float = 0.0  # for each decode of a step without chunks
+    alone_fixed: float = math.inf  # for each step without chunks; infinite where it was not measured
 
     def prefill(self, start_pos: int, length: int) -> float:
         """Return the seconds of a chunk of `length` tokens behind `start_pos` others, without the fixed part."""
         return length * (self.prefill_token + self.prefill_context * (start_pos + length / 2))
 
     def decodes(self, start_pos: Int32Array) -> float:
-        """Return the seconds of decodes behind so many tokens, [rows], without the fixed part."""
+        """Return the seconds of decodes beside chunks, behind so many tokens, [rows], without the fixed part."""
         return len(start_pos) * self.decode_row + float(start_pos.sum()) * self.decode_context
+
+    def decodes_alone(self, start_pos: Int32Array) -> float:
+        """Return the seconds of a step without chunks, of decodes behind so many tokens, [rows]."""
+        return self.alone_fixed + len(start_pos) * self.alone_row + float(start_pos.sum()) * self.decode_context
 
     def chunk_within(self, seconds: float, start_pos: int) -> int:
         """Return the tokens of the longest chunk behind `start_pos` others that takes at most `seconds`."""
@@ -43,27 +50,61 @@ class StepCost:
     def seconds(self, batch: Batch) -> float:
         """Return the seconds of a whole step."""
         is_prefill = batch.query_lens > 1
+        if not is_prefill.any():
+            return self.decodes_alone(batch.start_pos)
         starts, lengths = batch.start_pos[is_prefill].tolist(), batch.query_lens[is_prefill].tolist()
         prefills = sum(map(self.prefill, starts, lengths))
         return self.fixed + prefills + self.decodes(batch.start_pos[~is_prefill])
 
 
-class LearnedCost:
-    """Cost model, corrected by the ratio of measured to modelled seconds.
+class _Ratio:
+    """Ratio of measured to modelled seconds, a geometric mean over the latest steps.
 
-    The ratio is a geometric mean over the latest steps. The model itself counts as one measurement at first, so that a
-    few steps correct it.
+    The model itself counts as one measurement at first, so that a few steps correct it.
     """
+
+    def __init__(self) -> None:
+        self.value = 1.0
+        self._count = 1
+
+    def record(self, measured: float, modelled: float) -> None:
+        self._count += 1
+        weight = max(1 / self._count, _LATEST_WEIGHT)
+        self.value *= (measured / (self.value * modelled)) ** weight
+
+
+class LearnedCost:
+    """Cost model, corrected by measured steps: one ratio for those with chunks, one for those of decodes alone."""
 
     def __init__(self, model: StepCost) -> None:
         self.model = model
-        self.ratio = 1.0
-        self._count = 1
+        self._with_chunks, self._alone = _Ratio(), _Ratio()
+
+    @property
+    def ratio(self) -> float:
+        """Measured seconds of steps with chunks by those of the model."""
+        return self._with_chunks.value
+
+    def decodes_alone(self, start_pos: Int32Array) -> float:
+        """Return the seconds of a step of decodes alone, behind so many tokens, [rows]."""
+        return self._alone.value * self.model.decodes_alone(start_pos)
+
+    def saved_by_turns(self, decodes: int, chunks: float) -> float:
+        """Return by how many seconds a step of chunks and a step of decodes are shorter than one step of both.
+
+        `chunks`: their seconds by the model, without the fixed part. Reading K and V is left out, since decodes do that
+        in either kind of step. A step of few prompt tokens takes no less time than reading the weights.
+        """
+        model, alone = self.model, self._alone.value
+        if not math.isfinite(model.alone_fixed):
+            return -math.inf
+        reads_on = max(alone * model.alone_fixed - self.ratio * (model.fixed + chunks), 0.0)
+        of_decodes = alone * (model.alone_fixed + decodes * model.alone_row)
+        return self.ratio * decodes * model.decode_row - of_decodes - reads_on
 
     def record(self, batch: Batch, seconds: float) -> None:
-        """Take a step's measured seconds. Steps of decodes alone are left out, since the ratio sizes chunks."""
-        if seconds <= 0 or int(batch.query_lens.max()) == 1:
-            return
-        self._count += 1
-        weight = max(1 / self._count, _LATEST_WEIGHT)
-        self.ratio *= (seconds / (self.ratio * self.model.seconds(batch))) ** weight
+        """Take a step's measured seconds."""
+        modelled = self.model.seconds(batch)
+        if seconds > 0 and math.isfinite(modelled):
+            ratio = self._alone if int(batch.query_lens.max()) == 1 else self._with_chunks
+            ratio.record(seconds, modelled)

@@ -316,6 +316,10 @@ class _Launched:
         return self.result
 
 
+# Decodes that cost so much beside chunks that they never stand there.
+ALWAYS_IN_TURNS = StepCost(prefill_token=1e-3, decode_row=1.0, alone_fixed=1e-9)
+
+
 @dataclass
 class World:
     """A scheduler with a simulated device, and what came out for each sequence."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 import random
 
 import numpy as np
@@ -25,7 +27,17 @@ from minisgl.scheduler.scheduler import Scheduler
 from minisgl.step_cost import LearnedCost, StepCost
 from scheduler.simulation import World
 
-COST = StepCost(prefill_token=20e-6, prefill_context=2e-9, decode_row=20e-6, decode_context=30e-9, fixed=2e-3)
+COST = StepCost(
+    prefill_token=20e-6,
+    prefill_context=2e-9,
+    decode_row=20e-6,
+    decode_context=30e-9,
+    fixed=2e-3,
+    alone_row=20e-6,
+    alone_fixed=2e-3,
+)
+# From 221 decodes on, chunks and decodes take less time in steps of their own.
+TURNS = dataclasses.replace(COST, decode_row=28e-6, alone_row=8e-6, alone_fixed=4.4e-3)
 TARGET = 35e-3
 
 
@@ -45,6 +57,15 @@ def step(start_pos: list[int], query_lens: list[int]) -> Batch:
     rows = len(start_pos)
     none, all_rows = np.zeros((0, 3), dtype=np.int32), np.ones(rows, dtype=np.bool_)
     return Batch(0, np.arange(rows, dtype=np.int32), ids(start_pos), ids(query_lens), all_rows, none)
+
+
+def learned_cost(cost: StepCost, ratio: float, alone: float = 1.0) -> LearnedCost:
+    """Return a model that has learned how much longer steps with chunks take, and steps of decodes alone."""
+    learned, chunk, decode = LearnedCost(cost), step([0], [1000]), step([1000], [1])
+    for _ in range(60):
+        learned.record(chunk, ratio * cost.seconds(chunk))
+        learned.record(decode, alone * cost.seconds(decode))
+    return learned
 
 
 def test_prefill_first() -> None:
@@ -117,8 +138,8 @@ def test_a_step_keeps_to_the_target_while_somebody_streams() -> None:
     for _ in range(600):
         remaining = [rng.choice([0, 1, 1, 1, int(10 ** rng.uniform(0.4, 4.5))]) for _ in range(rng.randint(1, 300))]
         start_pos = [rng.randint(0, 9000) for _ in remaining]
-        learned = LearnedCost(COST)
-        learned.ratio = rng.choice([0.5, 1.0, 3.0])
+        ratio = rng.choice([0.5, 1.0, 3.0])
+        learned = learned_cost(COST, ratio, ratio)
         max_tokens = rng.choice([200, 8192])
         query_lens = lengths(Mixed(learned, TARGET), remaining, max_tokens, start_pos)
         streams = [taken for left, taken in zip(remaining, query_lens, strict=True) if left == 1]
@@ -147,6 +168,81 @@ def test_a_step_keeps_to_the_target_while_somebody_streams() -> None:
     assert in_time > 150
     assert gave_way > 100
     assert whole_tiles > 250
+
+
+def test_chunks_and_decodes_take_turns() -> None:
+    """Strictly, where that takes less time than a step of both; together they keep to the bound of such a step."""
+    rng = random.Random(7)
+    turns = mixed = whole_tiles = 0
+    for _ in range(600):
+        decodes = rng.randint(1, 500)
+        remaining = [1] * decodes + [int(10 ** rng.uniform(0.4, 4.5)) for _ in range(rng.randint(1, 30))]
+        rng.shuffle(remaining)
+        start_pos = [rng.randint(0, 4000) for _ in remaining]
+        ratio, alone = rng.choice([(1.0, 1.0), (0.5, 0.5), (3.0, 3.0), (1.2, 1.0)])
+        policy = Mixed(learned_cost(TURNS, ratio, alone), TARGET)
+        query_lens = lengths(policy, remaining, 8192, start_pos)
+
+        rows = list(zip(start_pos, remaining, query_lens, strict=True))
+        streams = ids([start for start, left, _ in rows if left == 1])
+        prompts = [(start, taken) for start, left, taken in rows if left > 1]
+        kv = TURNS.decode_context * float(streams.sum())  # read in a step of either kind
+        of_chunks = ratio * (TURNS.fixed + sum(itertools.starmap(TURNS.prefill, prompts)))
+        of_decodes = alone * (TURNS.decodes_alone(streams) - kv)
+        of_both = of_chunks + ratio * (TURNS.decodes(streams) - kv)
+        takes_turns = max(of_chunks, alone * TURNS.alone_fixed) + of_decodes < of_both
+        assert all(taken == int(not takes_turns) for _, left, taken in rows if left == 1)
+        if not takes_turns:
+            mixed += 1
+            continue
+        turns += 1
+        of_decodes += alone * kv
+        assert of_chunks + of_decodes <= max(TARGET, 2 * of_decodes) * (1 + 1e-6) + ratio * 1e-3
+        if sum(query_lens) < sum(left for left in remaining if left > 1):
+            whole_tiles += sum(query_lens) % 128 == 0
+
+        after = [left - taken or 1 for left, taken in zip(remaining, query_lens, strict=True)]
+        starts = [start + taken for start, taken in zip(start_pos, query_lens, strict=True)]
+        assert lengths(policy, after, 8192, starts) == [int(left == 1) for left in after]
+        if max(after) > 1:
+            third = lengths(policy, after, 8192, starts)
+            assert any(taken for left, taken in zip(after, third, strict=True) if left > 1)
+    assert turns > 200
+    assert mixed > 150
+    assert whole_tiles > 100
+
+
+@pytest.mark.parametrize(
+    ("cost", "target"),
+    [
+        (None, TARGET),  # no model
+        (dataclasses.replace(TURNS, alone_fixed=math.inf), TARGET),  # a model that does not know decodes alone
+        (TURNS, math.inf),  # no target that both steps could keep to
+    ],
+)
+def test_no_turns_without_a_model_or_a_target(cost: StepCost | None, target: float) -> None:
+    policy = Mixed(None if cost is None else LearnedCost(cost), target)
+    for _ in range(3):
+        assert lengths(policy, [1] * 400 + [5000], 8192)[:400] == [1] * 400
+
+
+def test_few_prompt_tokens_stand_beside_decodes() -> None:
+    """A step of their own would wait for the weights."""
+    policy = Mixed(LearnedCost(TURNS), TARGET)
+    assert lengths(policy, [1] * 250 + [20], 8192) == [1] * 250 + [20]
+    assert lengths(policy, [1] * 250 + [300], 8192) == [0] * 250 + [300]
+    assert lengths(policy, [1] * 251, 8192) == [1] * 251
+
+
+def test_turns_end_with_the_prompts() -> None:
+    policy = Mixed(LearnedCost(TURNS), TARGET)
+    assert lengths(policy, [1] * 300 + [500], 8192) == [0] * 300 + [500]
+    assert lengths(policy, [0] * 300 + [500], 8192) == [0] * 300 + [
+        500
+    ]  # all decodes have ended: prompts need not wait
+    assert lengths(policy, [1] * 300 + [500], 8192) == [0] * 300 + [500]
+    assert lengths(policy, [1] * 301, 8192) == [1] * 301
+    assert lengths(policy, [1] * 301, 8192) == [1] * 301
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -203,20 +299,23 @@ class Clock:
 
 
 class TimedDevice:
-    """Takes `ratio` times as long as COST says for each step, one behind the other.
+    """Takes `ratio` times as long as `cost` says for each step, one behind the other.
 
     With `tiles`, products beside decodes take as long as those of whole tiles.
     """
 
-    def __init__(self, clock: Clock, ratio: float, tiles: bool = False) -> None:
-        self._clock, self._ratio, self._tiles = clock, ratio, tiles
+    def __init__(self, clock: Clock, ratio: float, tiles: bool = False, cost: StepCost = COST) -> None:
+        self._clock, self._ratio, self._tiles, self._cost = clock, ratio, tiles, cost
+        self.kinds = ""  # of the steps: chunks with "c", decodes with "d", both with "b"
         self._free_at = 0.0
         self.streaming: list[float] = []  # seconds of each step of decodes and a chunk
         self.larger: list[float] = []  # the same, had the chunk one more tile
         self.decodes: list[float] = []  # of it the decodes alone
 
     def forward(self, batch: Batch) -> None:
-        seconds = self._ratio * COST.seconds(batch)
+        seconds = self._ratio * self._cost.seconds(batch)
+        is_chunk = ~batch.needs_sample | (batch.query_lens > 1)
+        self.kinds += "c" if is_chunk.all() else "b" if is_chunk.any() else "d"
         if self._tiles:
             tile = 256 if batch.num_tokens >= 512 else 128
             seconds += self._ratio * COST.prefill_token * (-batch.num_tokens % tile)
@@ -238,9 +337,15 @@ class TimedDevice:
 
 
 def timed_loop(
-    config: SchedulerConfig, clock: Clock, device: TimedDevice, *, num_slots: int, overlap: bool
+    config: SchedulerConfig,
+    clock: Clock,
+    device: TimedDevice,
+    *,
+    num_slots: int,
+    overlap: bool,
+    cost: StepCost = COST,
 ) -> tuple[Scheduler, StepLoop]:
-    """Return a scheduler that knows COST, and the loop that runs it on the device."""
+    """Return a scheduler that knows a cost model, and the loop that runs it on the device."""
     scheduler = Scheduler(
         config,
         cache=make_cache("radix", 16),
@@ -248,7 +353,7 @@ def timed_loop(
         num_slots=num_slots,
         max_seq_len=100_000,
         eos_token_ids=(7,),
-        cost=COST,
+        cost=cost,
     )
     return scheduler, StepLoop(scheduler, device, overlap=overlap, clock=clock)  # type: ignore[arg-type]
 
@@ -322,11 +427,32 @@ def test_the_target_gives_way_where_decodes_take_most_of_it(overlap: bool) -> No
     assert (taken < (1.02 + SLACK) * np.maximum(target, 2 * decodes)).all()
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("ratio", [1.0, 1.3])
+def test_turns_make_a_closed_loop_shorter(ratio: float, overlap: bool) -> None:
+    """With 450 answers at a time; no two steps of chunks follow one another while somebody decodes."""
+    ends = []
+    for cost in (dataclasses.replace(TURNS, alone_fixed=math.inf), TURNS):
+        clock, rng = Clock(), random.Random(11)
+        device = TimedDevice(clock, ratio, cost=TURNS)
+        scheduler, loop = timed_loop(SchedulerConfig(), clock, device, num_slots=450, overlap=overlap, cost=cost)
+        for seq_id in range(1200):
+            prompt = np.random.default_rng(seq_id).integers(10, 1000, 200, dtype=np.int32)
+            scheduler.add(seq_id, prompt, SamplingParams(max_tokens=rng.randint(120, 240), ignore_eos=True), seed=0)
+        while loop.has_work:
+            loop.step()
+        ends.append(clock.now)
+    assert ends[1] < 0.97 * ends[0]
+    assert device.kinds.count("cd") > 200
+    assert "cc" not in device.kinds
+    assert "cb" not in device.kinds[1:]  # nobody decodes in the first step
+
+
 def test_one_slow_step_changes_little() -> None:
     learned, chunk = LearnedCost(COST), step([0], [1000])
     for _ in range(20):
         learned.record(chunk, COST.seconds(chunk))
     learned.record(chunk, 5 * COST.seconds(chunk))
     assert 1 < learned.ratio < 1.5
-    learned.record(step([0], [1]), 100.0)  # a decode has nothing to tell
+    learned.record(step([0], [1]), 100.0)  # a decode has nothing to tell of chunks
     assert learned.ratio < 1.5

@@ -8,17 +8,19 @@ import numpy as np
 import pytest
 
 from minisgl.core import Grammar, SamplingParams
-from scheduler.simulation import SimulatedMatcher, World, expected_answer, random_prompt
+from scheduler.simulation import ALWAYS_IN_TURNS, SimulatedMatcher, World, expected_answer, random_prompt
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("batch_policy", ["prefill-first", "mixed"])
+@pytest.mark.parametrize("batch_policy", ["prefill-first", "mixed", "mixed, in turns"])
 def test_random_traffic_of_constrained_and_free_requests(overlap: bool, batch_policy: str) -> None:
     """Retractions, aborts, chunked prompts, late tokens: each request gets what it would get alone."""
     retractions = 0
     for seed in range(12):
         rng = random.Random(seed)
-        world = World(num_pages=24, num_slots=5, chunk=8, overlap=overlap, batch_policy=batch_policy)
+        policy, *in_turns = batch_policy.split(", ")
+        cost = ALWAYS_IN_TURNS if in_turns else None
+        world = World(num_pages=24, num_slots=5, chunk=8, overlap=overlap, batch_policy=policy, cost=cost)
         requests: dict[int, tuple[list[int], SamplingParams]] = {}
         waiting, aborted = list(range(16)), set()
         while waiting or world.loop.has_work:

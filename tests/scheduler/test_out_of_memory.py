@@ -10,7 +10,7 @@ import pytest
 from minisgl.core import Batch, DeviceOutOfMemory, SamplingParams
 from minisgl.scheduler.loop import StepLoop
 from minisgl.scheduler.step_limits import SMALL_STEP, STEPS_TO_RECOVER, StepLimits
-from scheduler.simulation import EOS, World, expected_answer, random_prompt
+from scheduler.simulation import ALWAYS_IN_TURNS, EOS, World, expected_answer, random_prompt
 
 WORLDS: list[dict[str, object]] = [
     {"page_size": 1, "num_pages": 120},
@@ -20,6 +20,7 @@ WORLDS: list[dict[str, object]] = [
     {"page_size": 16, "num_pages": 12, "chunk": 1000, "batch_policy": "mixed"},
     {"page_size": 1, "num_pages": 120, "chunk": 1000, "snapshots": 3},
     {"page_size": 2, "num_pages": 60, "chunk": 7, "window": 9, "num_window_pages": 24},
+    {"page_size": 4, "num_pages": 26, "chunk": 50, "batch_policy": "mixed", "num_slots": 16, "cost": ALWAYS_IN_TURNS},
 ]
 
 

@@ -14,7 +14,7 @@ from minisgl.core import Batch, SamplingParams
 from minisgl.message.types import TextOptions
 from minisgl.scheduler.request import Request
 from minisgl.scheduler.waiting_queue import MAX_PASSED, PATIENCE, WaitingQueue
-from scheduler.simulation import EOS, World, expected_answer, random_prompt
+from scheduler.simulation import ALWAYS_IN_TURNS, EOS, World, expected_answer, random_prompt
 
 WORLDS: list[dict[str, object]] = [
     {"page_size": 1, "num_pages": 120, "overlap": True},
@@ -25,6 +25,7 @@ WORLDS: list[dict[str, object]] = [
     {"page_size": 16, "num_pages": 12, "overlap": False, "schedule_policy": "sjf"},
     {"page_size": 4, "num_pages": 30, "chunk": 30, "batch_policy": "mixed", "num_slots": 16, "snapshots": 20},
     {"page_size": 2, "num_pages": 60, "chunk": 7, "window": 9, "num_window_pages": 24, "batch_policy": "mixed"},
+    {"page_size": 4, "num_pages": 28, "chunk": 50, "batch_policy": "mixed", "num_slots": 16, "cost": ALWAYS_IN_TURNS},
 ]
 
 

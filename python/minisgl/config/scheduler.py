@@ -41,17 +41,17 @@ class SchedulerConfig(Settings, frozen=True, kw_only=True):
     batch_policy: Annotated[
         BatchPolicyName,
         Setting(
-            "mixed: every decode in every step, and prompts in what --target-tbt leaves; prefill-first: prompts before "
-            "decodes",
+            "mixed: every decode in every step, and prompts in what --target-tbt leaves, or both in turns where that "
+            "is shorter; prefill-first: prompts before decodes",
             switches={"--enable-mixed-chunk": "mixed"},
         ),
     ] = "mixed"
     target_tbt: Annotated[
         float,
         Setting(
-            "time that steps of --batch-policy mixed may take, in the mean, while somebody waits for the next token; "
-            "where decodes take more than half of it, prompts may take as long as they; 0: no bound but "
-            "--max-prefill-length",
+            "time that a step of --batch-policy mixed (or two, of prompts and of decodes in turns) may take, in the "
+            "mean, while somebody waits for the next token; where decodes take more than half of it, prompts may take "
+            "as long as they; 0: no bound but --max-prefill-length",
             ge=0,
             le=MAX_SECONDS * 1000,
             unit="milliseconds",

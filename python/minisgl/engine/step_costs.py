@@ -1,12 +1,13 @@
 """Coefficients of a step's cost model: measured on a GPU, estimated for a CPU, whose first steps correct them.
 
-Batches of the measurement have a prompt or some decodes of random text, whose K and V lie in pages of the real pool.
+Batches of the measurement have a prompt, decodes or both, of random text, whose K and V lie in pages of the real pool.
 All ranks of a group run the same ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,6 +18,8 @@ from minisgl.step_cost import StepCost
 SMALL_CHUNK, LARGE_CHUNK = 256, 2048  # tokens between which a prompt's seconds are a line
 LONG_CONTEXT = 8192  # tokens before a chunk
 DECODES, DECODE_CONTEXT = 32, 2048  # rows, tokens before each
+MANY_DECODES, MANY_CONTEXT = 256, 1024  # the same, beside a chunk
+MIXED_TOKENS = 1024  # of a step with many decodes and a chunk
 RUNS = 3  # of each step; the fastest counts
 
 CPU_BYTES = 12e9  # bytes a second that a CPU reads
@@ -59,9 +62,14 @@ def measure(
 
     random = np.random.default_rng(0)
 
-    def plan(rows: int, start_pos: int, query_len: int) -> Batch:
-        token_ids = random.integers(vocab_size, size=(rows, start_pos + query_len), dtype=np.int32)
-        return _batch(token_ids, start_pos, pools, page_size)
+    def plan(rows: int, start_pos: int, query_len: int, chunk: int = 0) -> Batch:
+        """Return a step of equal rows and the first `chunk` tokens of one more prompt."""
+        token_ids = list(random.integers(vocab_size, size=(rows, start_pos + query_len), dtype=np.int32))
+        starts = [start_pos] * rows
+        if chunk:
+            token_ids.append(random.integers(vocab_size, size=chunk, dtype=np.int32))
+            starts.append(0)
+        return _batch(token_ids, starts, pools, page_size)
 
     large = min(LARGE_CHUNK, max_prefill_tokens, max_seq_len - 1)
     small = min(SMALL_CHUNK, large // 2)
@@ -69,15 +77,21 @@ def measure(
     rows, context = min(DECODES, num_slots), min(DECODE_CONTEXT, max_seq_len - 2)
     if small < 2 or behind < 1 or context < 2:
         return None
-    # Short steps are launched behind a long prompt, so that the device never waits for the host, which may need longer
+    many, many_context = min(MANY_DECODES, num_slots - 1), min(MANY_CONTEXT, max_seq_len - 2)
+    mixed_tokens = min(MIXED_TOKENS, large)
+    # Short steps are launched after a long prompt, so that the device never waits for the host, which may need longer
     # to launch a step than the device to run it.
-    series = (
+    series: list[tuple[Batch, ...]] = [
         (plan(1, 0, large), plan(1, 0, small), plan(rows, 1, 1)),
         (plan(1, 0, large), plan(1, behind, small), plan(rows, context, 1)),
-    )
+    ]
+    if has_many := many >= 2 * DECODES and mixed_tokens >= 2 * many:
+        beside = plan(many, many_context, 1, chunk=mixed_tokens - many)
+        series.append((plan(1, 0, large), plan(1, 0, mixed_tokens), beside, plan(many, 1, 1)))
     # The runs of a kind are spread over rounds, so that a short disturbance does not affect all of them.
     rounds = [[seconds for batches in series for seconds in seconds_of(batches)] for _ in range(RUNS)]
-    first, short_prompt, decodes, second, later_chunk, long_decodes = map(min, zip(*rounds, strict=True))
+    fastest = list(map(min, zip(*rounds, strict=True)))
+    first, short_prompt, decodes, second, later_chunk, long_decodes = fastest[:6]
     attended = max((later_chunk - short_prompt) / (small * behind), 0.0)
     # Seconds of two lengths of prompts, less their attention: two points of a line.
     short, long = short_prompt - attended * small**2 / 2, min(first, second) - attended * large**2 / 2
@@ -85,32 +99,47 @@ def measure(
     fixed = max(short - token * small, 0.0)
     if fixed > decodes:  # decodes have the fixed part, too, so the short prompt must have waited for the host
         fixed, token = decodes, max((long - decodes) / large, NOTHING)
-    return StepCost(
+    cost = StepCost(
         prefill_token=token,
         prefill_context=attended,
-        decode_row=token,  # a decode beside a chunk, for which the weights are read anyway
+        decode_row=token,  # beside a chunk, for which the weights are read anyway
         decode_context=max((long_decodes - decodes) / (rows * (context - 1)), 0.0),
         fixed=fixed,
     )
+    if not has_many:
+        return cost
+    _, prompt, mixed, many_decodes = fastest[6:]
+    # Steps with equally many tokens: their products take equally long, at any clock rate of the GPU.
+    chunk_attention = attended * (mixed_tokens**2 - (mixed_tokens - many) ** 2) / 2
+    more = mixed - (prompt - chunk_attention) - cost.decode_context * many * many_context
+    alone_row = max((many_decodes - decodes) / (many - rows) - cost.decode_context, 0.0)
+    return replace(
+        cost,
+        decode_row=token + max(more / many, 0.0),
+        alone_row=alone_row,
+        alone_fixed=max(decodes - rows * (alone_row + cost.decode_context), 0.0),
+    )
 
 
-def _batch(token_ids: Int32Array, start_pos: int, pools: Sequence[int], page_size: int) -> Batch:
-    """Return a step of all tokens [rows, n] from `start_pos` on, for rows that enter with it.
+def _batch(token_ids: Sequence[Int32Array], starts: Sequence[int], pools: Sequence[int], page_size: int) -> Batch:
+    """Return a step that computes each row's tokens [n] from its start on; the rows enter with it.
 
-    As far as the pools, of so many pages each, reach, none of them shares a page. They enter, for captured decodes read
+    As far as the pools, of so many pages each, reach, no two rows share a page. They enter, for captured decodes read
     lengths and tokens of the device's own.
     """
-    rows, known = token_ids.shape
+    known = np.array([len(ids) for ids in token_ids])
     pages = -(-known // page_size)
-    numbers = np.arange(rows * pages, dtype=np.int32)
-    slots, indices = np.divmod(numbers, pages)
+    slots = np.repeat(np.arange(len(known)), pages)
+    numbers = np.arange(len(slots))
+    indices = numbers - np.repeat(np.cumsum(pages) - pages, pages)
     none = np.zeros(0, dtype=np.int32)
+    start_pos = np.array(starts, dtype=np.int32)
     return Batch(
         step=0,
-        slots=np.arange(rows, dtype=np.int32),
-        start_pos=np.full(rows, start_pos, dtype=np.int32),
-        query_lens=np.full(rows, known - start_pos, dtype=np.int32),
-        needs_sample=np.ones(rows, dtype=np.bool_),
-        new_pages=np.stack([slots, indices, *(numbers % num_pages for num_pages in pools)], axis=1),
-        new_rows=[NewRow(slot, ids, none, SamplingParams(), 0, known) for slot, ids in enumerate(token_ids)],
+        slots=np.arange(len(known), dtype=np.int32),
+        start_pos=start_pos,
+        query_lens=(known - start_pos).astype(np.int32),
+        needs_sample=np.ones(len(known), dtype=np.bool_),
+        new_pages=np.stack([slots, indices, *(numbers % num_pages for num_pages in pools)], axis=1).astype(np.int32),
+        new_rows=[NewRow(slot, ids, none, SamplingParams(), 0, len(ids)) for slot, ids in enumerate(token_ids)],
     )

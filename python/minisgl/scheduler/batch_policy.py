@@ -33,12 +33,14 @@ class Chunks:
     Say a budget of 100 tokens, a lane of a half, and prompts of 20, 500, 300 and 10 tokens: the first gets its 20. Of
     the 80 that are left up to 40 go to the shorter ones, 10 and 30, and the head (500) gets the other 40.
 
-    `decodes` is the number of decodes in the step. If there are any, and the prompts do not all fit, chunks are cut so
-    that the step's tokens fill whole tiles of its matrix products, since a part of a tile takes nearly as long as a
-    whole one. The head gives up tokens first, then the youngest prompts.
+    With `decodes`, the number of decodes in the step, chunks of prompts that do not all fit are cut so that the step's
+    tokens fill whole tiles of its matrix products, since a part of a tile takes nearly as long as a whole one. The head
+    gives up tokens first, then the youngest prompts.
+
+    A budget of 0 gives nobody a token.
     """
 
-    def __init__(self, cost: StepCost, budget: float, lane: float, decodes: int = 0) -> None:
+    def __init__(self, cost: StepCost, budget: float, lane: float, decodes: int | None = None) -> None:
         """`budget` is in the unit of `cost`, which prices chunks: seconds, or tokens with `TOKENS`."""
         self._cost = cost
         self._budget = budget
@@ -51,7 +53,7 @@ class Chunks:
     def accepts(self, start_pos: int, length: int) -> bool:
         """Return True if this prompt would get tokens if it were added."""
         if not self._prompts:
-            return True
+            return self._budget > 0
         first_token = self._cost.prefill(start_pos, 1)
         if self._head is None:
             return first_token <= self._left
@@ -67,7 +69,7 @@ class Chunks:
     @property
     def is_full(self) -> bool:
         """True if no prompt would be accepted, however short."""
-        return bool(self._prompts) and not self.accepts(0, 1)
+        return not self.accepts(0, 1)
 
     def add(self, start_pos: int, length: int) -> None:
         """Add a prompt of `length` remaining tokens behind `start_pos` tokens that have KV."""
@@ -96,14 +98,16 @@ class Chunks:
                 break
         start_pos, length, _ = self._prompts[self._head]
         # The oldest prompt gets a token in any case, so that every step makes progress.
-        lengths[self._head] = max(self._cost.chunk_within(left + lane, start_pos), int(self._head == 0))
-        if self._decodes:
-            self._end_on_tile(lengths, self._head)
+        lengths[self._head] = max(
+            self._cost.chunk_within(left + lane, start_pos), int(self._head == 0 and self._budget > 0)
+        )
+        if self._decodes is not None:
+            self._end_on_tile(lengths, self._head, self._decodes)
         return lengths
 
-    def _end_on_tile(self, lengths: Int32Array, head: int) -> None:
+    def _end_on_tile(self, lengths: Int32Array, head: int, decodes: int) -> None:
         """Shorten chunks so that the step's tokens fill whole tiles, if each chunk can keep a token."""
-        excess = _excess(self._decodes + int(lengths.sum()))
+        excess = _excess(decodes + int(lengths.sum()))
         spare = np.maximum(lengths - 1, 0)
         if excess > int(spare.sum()):
             return
@@ -113,12 +117,14 @@ class Chunks:
             lengths[i] -= given_up
             excess -= given_up
 
+    def spent(self, lengths: Int32Array) -> float:
+        """Return the cost of chunks of these lengths."""
+        chunks = zip(self._prompts, lengths.tolist(), strict=True)
+        return sum(self._cost.prefill(start_pos, taken) for (start_pos, _, _), taken in chunks)
+
     def given_up(self, lengths: Int32Array) -> float:
         """Return the budget that a step with these chunks leaves unused although prompts wait for it."""
-        if self._head is None:
-            return 0.0
-        chunks = zip(self._prompts, lengths.tolist(), strict=True)
-        return max(self._budget - sum(self._cost.prefill(start_pos, taken) for (start_pos, _, _), taken in chunks), 0.0)
+        return max(self._budget - self.spent(lengths), 0.0) if self._head is not None else 0.0
 
 
 class BatchPolicy(Protocol):
@@ -153,35 +159,64 @@ class PrefillFirst:
 
 
 class Mixed:
-    """Each decode has its token in every step, and prompts get what is left of the target: even times between tokens.
+    """Each decode has its token in every step, and prompts get the rest of the target: even times between tokens.
 
     `target`: seconds that steps may take by `cost`, in the mean, while some request decodes. What prompts give up for
     whole tiles is added to the budget of the next step. Where decodes take more than half of the target, prompts may
     take as long as the decodes: a smaller budget would leave requests waiting without end near the highest rate, and
     read all weights for tiny chunks. Without a cost model, and when no request decodes, the budget is in tokens.
+
+    With many decodes, a step of chunks and a step of decodes are together shorter than one step of both kinds. Then
+    chunks and decodes take turns, strictly: a step of each keeps to the bound that one step of both would have.
     """
 
     def __init__(self, cost: LearnedCost | None = None, target: float = math.inf) -> None:
-        self._cost = cost
+        self._cost = cost if math.isfinite(target) else None
         self._target = target
-        self._given_up = 0.0  # seconds of the budget that the latest step has left unused
+        self._given_up = 0.0  # seconds of the budget that the latest step with chunks has left unused
+        self._takes_turns = False  # the next step has chunks alone, if these are not too few
+        self._decodes_are_due = False  # the latest step had chunks alone, so the next one has decodes alone
 
     def chunks(self, start_pos: Int32Array, remaining: Int32Array, max_tokens: int) -> Chunks:
         is_decode = remaining == 1
-        tokens = max(max_tokens - int(is_decode.sum()), 1)
-        cost, budget = TOKENS, float(tokens)
-        if self._cost is not None and math.isfinite(self._target) and is_decode.any():
-            cost = self._cost.model
-            decodes = cost.fixed + cost.decodes(start_pos[is_decode])
-            budget = max(self._target / self._cost.ratio - decodes, decodes) + self._given_up / self._cost.ratio
-            budget = min(budget, tokens * cost.prefill_token)
-        return _with_prompts(Chunks(cost, budget, LANE, int(is_decode.sum())), start_pos, remaining)
+        decodes = int(is_decode.sum())
+        self._decodes_are_due &= decodes > 0
+        if self._decodes_are_due:
+            return _with_prompts(Chunks(TOKENS, 0, LANE), start_pos, remaining)
+        if self._cost is None or not decodes:
+            self._takes_turns = False
+            tokens = max(max_tokens - decodes, 1)
+            return _with_prompts(Chunks(TOKENS, tokens, LANE, decodes or None), start_pos, remaining)
+        self._takes_turns = self._cost.saved_by_turns(decodes, math.inf) > 0
+        beside = 0 if self._takes_turns else decodes
+        cost, tokens = self._cost.model, max(max_tokens - beside, 1)
+        budget = self._seconds_for_chunks(self._cost, start_pos[is_decode]) / self._cost.ratio
+        budget = min(max(budget, cost.prefill_token), tokens * cost.prefill_token)
+        return _with_prompts(Chunks(cost, budget, LANE, beside), start_pos, remaining)
+
+    def _seconds_for_chunks(self, cost: LearnedCost, start_pos: Int32Array) -> float:
+        """Return the seconds that decodes with so many tokens each leave for chunks, in the same step or in turns."""
+        fixed = cost.ratio * cost.model.fixed
+        if self._takes_turns:
+            decodes = cost.decodes_alone(start_pos)
+            return max(self._target - decodes, decodes) - fixed + self._given_up
+        decodes = fixed + cost.ratio * cost.model.decodes(start_pos)
+        return max(self._target - decodes, decodes) + self._given_up
 
     def query_lens(self, remaining: Int32Array, chunks: Chunks) -> Int32Array:
-        query_lens: Int32Array = (remaining == 1).astype(np.int32)
+        is_decode = remaining == 1
+        query_lens: Int32Array = is_decode.astype(np.int32)
+        if self._decodes_are_due:
+            self._decodes_are_due = False
+            return query_lens
         query_lens[remaining > 1] = lengths = chunks.lengths()
         if self._cost is not None:
             self._given_up = min(chunks.given_up(lengths) * self._cost.ratio, SLACK * self._target)
+            if self._takes_turns and lengths.any():
+                saved = self._cost.saved_by_turns(int(is_decode.sum()), chunks.spent(lengths))
+                self._decodes_are_due = saved > 0
+        if self._decodes_are_due:
+            query_lens[is_decode] = 0
         return query_lens
 
     def record(self, batch: Batch, seconds: float) -> None:
