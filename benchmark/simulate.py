@@ -4,7 +4,7 @@ The formula is a roofline of Llama-3.1-8B on an H200: weights that are read once
 attention, and K and V read by decodes. The scheduler's cost model is measured on it as an engine measures its
 own. Nothing depends on the machine, so a run says what a policy does and what a change of it would do. Workloads:
 bursts of code completions, a Poisson process of conversations, these all at once, InferenceX's shapes (1k1k, 1k8k,
-8k1k), or a trace's file.
+8k1k), or a trace's file; with `--concurrency`, a shape as a closed loop.
 
     python benchmark/simulate.py
     python benchmark/simulate.py --policies mixed:35,mixed:50 --workloads poisson --rate 10
@@ -28,7 +28,7 @@ from measuring.client import RequestRecord
 from measuring.load_arguments import add_slo_arguments, slo_of
 from measuring.online_workloads import LENGTHS
 from measuring.report import Cell, table, write_json
-from measuring.statistics import Slo, summarize
+from measuring.statistics import Slo, summarize, summarize_closed_loop
 from measuring.traces import read_trace
 from measuring.workload import fit_context, poisson_arrivals
 from minisgl.config import SchedulerConfig
@@ -47,23 +47,31 @@ HOST_SECONDS = 3e-4  # host's seconds for each step, beside the device's
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Seconds of a step of Llama-3.1-8B on an H200, fitted to measured steps and to a server under Azure's trace."""
+    """Seconds of a step of Llama-3.1-8B on an H200, fitted to measured steps and to a server under Azure's trace.
+
+    Decodes alone take less for a row than their operations would beside chunks: memory bounds them, and the GPU's clock
+    rises (docs/log.md, 2026-11-24).
+    """
 
     launch: float = 0.6e-3
     weights: float = 3.65e-3
     token: float = 23.4e-6
     context: float = 1.0e-9  # a token of a chunk, a token that it attends to
-    decode_context: float = 31.5e-9  # 128 KiB of K and V
-    mixed: float = 1.9e-3  # more for the attention of decodes and chunks in one step
+    decode_context: float = 33.6e-9  # 128 KiB of K and V
+    alone_row: float = 4.5e-6  # a decode in a step without chunks
+    mixed: float = 0.3e-3  # more for the attention of decodes and chunks in one step
+    mixed_context: float = 4e-9  # there more for each token that decodes attend to
 
     def seconds(self, batch: Batch) -> float:
         starts, tokens = batch.start_pos.astype(np.float64), batch.query_lens.astype(np.float64)
         is_decode = batch.query_lens == 1
+        read = float(starts[is_decode].sum())
+        if is_decode.all():
+            return self.launch + self.weights + self.alone_row * len(tokens) + self.decode_context * read
         products = math.hypot(self.weights, self.token * batch.num_tokens)
         attended = float((tokens * (starts + tokens / 2))[~is_decode].sum())
-        read = float(starts[is_decode].sum())
-        mixed = self.mixed if is_decode.any() and not is_decode.all() else 0.0
-        return self.launch + products + self.context * attended + self.decode_context * read + mixed
+        seconds = self.launch + products + self.context * attended + self.decode_context * read
+        return seconds + (self.mixed + self.mixed_context * read if is_decode.any() else 0.0)
 
 
 class Clock:
@@ -122,9 +130,16 @@ def measured_cost(roofline: Roofline, max_prefill_tokens: int, num_slots: int) -
 
 
 def simulate(
-    config: SchedulerConfig, arrivals: Sequence[Arrival], roofline: Roofline, num_slots: int
+    config: SchedulerConfig,
+    arrivals: Sequence[Arrival],
+    roofline: Roofline,
+    num_slots: int,
+    concurrency: int | None = None,
 ) -> list[RequestRecord]:
-    """Serve all arrivals, up to `num_slots` at a time."""
+    """Serve all arrivals, up to `num_slots` at a time.
+
+    With `concurrency`, a closed loop, so many are there at a time, and each later one comes when another has ended.
+    """
     clock = Clock()
     scheduler = Scheduler(
         config,
@@ -138,17 +153,22 @@ def simulate(
     loop = StepLoop(scheduler, Device(clock, roofline), overlap=config.overlap, clock=clock)
     rng = np.random.default_rng(0)
     records: list[RequestRecord] = []
+    ended = 0
     while len(records) < len(arrivals) or loop.has_work:
         if not loop.has_work:
             clock.now = max(clock.now, arrivals[len(records)].at)
         while len(records) < len(arrivals) and arrivals[len(records)].at <= clock.now:
+            if concurrency is not None and len(records) - ended == concurrency:
+                break
             one = arrivals[len(records)]
             prompt = rng.integers(0, 100_000, one.prompt, dtype=np.int32)
             scheduler.add(len(records), prompt, SamplingParams(max_tokens=one.output, ignore_eos=True), seed=0)
-            records.append(RequestRecord(len(records), one.at, one.prompt, one.output))
+            due = one.at if concurrency is None else clock.now
+            records.append(RequestRecord(len(records), due, one.prompt, one.output))
         for seq_id in loop.step().seq_ids:
             records[seq_id].times.append(clock.now)
             records[seq_id].completion_tokens += 1
+            ended += records[seq_id].completion_tokens == records[seq_id].max_tokens
     scheduler.check_idle()
     return records
 
@@ -157,6 +177,16 @@ def lengths(rng: np.random.Generator, mean: float, sigma: float, count: int, mos
     """Return log-normal lengths of this mean."""
     values = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, count)
     return [int(value) for value in np.clip(values, 2, most)]
+
+
+def make_closed_loop(name: str, concurrency: int, count: int) -> list[Arrival]:
+    """Return requests of a shape, the first of which begin in the midst of their answers."""
+    seeded = random.Random(0)
+    arrivals = [Arrival(0.0, *LENGTHS[name].draw(seeded)) for _ in range(count)]
+    for index, one in enumerate(arrivals[:concurrency]):
+        answered = seeded.randrange(one.output)
+        arrivals[index] = Arrival(0.0, one.prompt + answered, one.output - answered)
+    return arrivals
 
 
 def make_workload(name: str, rate: float, count: int) -> list[Arrival]:
@@ -192,9 +222,15 @@ def make_config(text: str) -> SchedulerConfig:
     return config
 
 
-def figures(records: Sequence[RequestRecord], slo: Slo) -> dict[str, float]:
-    """Return percentiles in ms, output tokens a second, and the share within the objectives."""
-    found = summarize(records, slo, since=records[0].due)
+def figures(records: Sequence[RequestRecord], slo: Slo, concurrency: int | None = None) -> dict[str, float]:
+    """Return percentiles in ms, output tokens a second, and the share within the objectives.
+
+    `concurrency`: of a closed loop, whose first requests are not judged.
+    """
+    if concurrency is None:
+        found = summarize(records, slo, since=records[0].due)
+    else:
+        found = summarize_closed_loop(records, slo, concurrency)
     assert found.ttft_ms
     assert found.tbt_ms
     assert found.tpot_ms
@@ -227,6 +263,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--rate", type=float, default=7.0, metavar="N", help="requests a second, but of bursts and at-once"
     )
+    parser.add_argument(
+        "--concurrency",
+        type=int,
+        metavar="N",
+        help="serve each workload, which must be a shape, as a closed loop of so many at a time",
+    )
     parser.add_argument("--requests", type=int, default=600, metavar="N", help="of each workload")
     parser.add_argument("--warm-up", type=int, default=0, metavar="N", help="of them, the first, that are not judged")
     parser.add_argument("--max-running-requests", type=int, default=256, metavar="N", help="at a time")
@@ -239,14 +281,14 @@ def main() -> None:
     args = parse()
     results: dict[str, dict[str, dict[str, float]]] = {}
     for workload in args.workloads.split(","):
-        arrivals = make_workload(workload, args.rate, args.requests)
-        results[workload] = {
-            policy: figures(
-                simulate(make_config(policy), arrivals, Roofline(), args.max_running_requests)[args.warm_up :],
-                slo_of(args),
-            )
-            for policy in args.policies.split(",")
-        }
+        if args.concurrency is None:
+            arrivals = make_workload(workload, args.rate, args.requests)
+        else:
+            arrivals = make_closed_loop(workload, args.concurrency, args.requests)
+        results[workload] = {}
+        for policy in args.policies.split(","):
+            records = simulate(make_config(policy), arrivals, Roofline(), args.max_running_requests, args.concurrency)
+            results[workload][policy] = figures(records[args.warm_up :], slo_of(args), args.concurrency)
         rows: list[list[Cell]] = [[policy, *found.values()] for policy, found in results[workload].items()]
         print(table([workload, *(name.replace("_", " ") for name in next(iter(results[workload].values())))], rows))
         print(flush=True)
