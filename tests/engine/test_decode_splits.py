@@ -32,11 +32,20 @@ def test_any_number_of_rows_is_divided(num_sms: int, spills: bool, fp8: bool, he
 
 
 @pytest.mark.parametrize("num_sms", [108, 132])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_few_rows_have_more_blocks_each_than_many(num_sms: int, head_dim: int) -> None:
-    clusters = [decode_splits(units, num_sms, head_dim, spills=False, fp8=False).cluster for units in range(1, 2000)]
-    assert clusters == sorted(clusters, reverse=True)
-    assert (clusters[0], clusters[-1]) == (8, 1)
+@pytest.mark.parametrize("slow_memory", [False, True])
+@pytest.mark.parametrize(("spills", "fp8"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
+def test_a_row_never_gets_more_warps_when_rows_are_added(
+    num_sms: int, head_dim: int, spills: bool, fp8: bool, slow_memory: bool
+) -> None:
+    """The longest row bounds a step: with fewer warps than in a larger step, the smaller step would take longer."""
+    splits = [
+        decode_splits(units, num_sms, head_dim, spills=spills, fp8=fp8, slow_memory=slow_memory)
+        for units in range(1, 4096)
+    ]
+    warps = [one.cluster * one.warps for one in splits]
+    assert warps == sorted(warps, reverse=True)
+    assert (splits[0].cluster, splits[-1].cluster) == (8, 1)
 
 
 def test_an_h100_begins_no_more_clusters_than_it_holds() -> None:
