@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import threading
@@ -294,6 +295,22 @@ def test_what_the_operator_allows(start_server: Callable[..., RunningServer]) ->
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/generate", "/tokenize", "/abort"])
 def test_not_json(server: RunningServer, path: str, body: bytes) -> None:
     check_error(server.post(path, content=body), 400, None)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/abort"])
+def test_a_compressed_body_is_refused_by_its_header(server: RunningServer, path: str) -> None:
+    body = gzip.compress(
+        b'{"model": "tiny", "max_tokens": 1, "all": true, "messages": [{"role": "user", "content": "a"}]}'
+    )
+    response = server.post(path, content=body, headers={"content-encoding": "gzip"})
+    assert response.status_code == 415
+    assert "Content-Encoding: gzip" in response.json()["error"]["message"]
+    assert response.headers["accept-encoding"] == "identity"
+
+
+def test_a_body_that_is_said_to_be_sent_as_it_is_is_taken(server: RunningServer) -> None:
+    headers = {"content-encoding": "identity"}
+    assert server.post("/generate", json={"prompt": "a", "max_tokens": 1}, headers=headers).status_code == 200
 
 
 def test_infinite_number(server: RunningServer) -> None:

@@ -30,7 +30,7 @@ ERRORS = {
     404: "There is no such model or stored response.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
-    415: "The body is not application/json.",
+    415: "The body is not application/json, or is compressed.",
     499: "Somebody aborted the request.",
     500: "The engine gave the request up, or an internal error.",
     503: "The server is full, unhealthy or shutting down; try again after Retry-After.",

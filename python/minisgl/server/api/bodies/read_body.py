@@ -22,7 +22,15 @@ from starlette.requests import Request
 
 from minisgl.limits import Limits
 from minisgl.server.api.bodies.request_body import Body
-from minisgl.server.api.http.errors import ApiError, invalid, too_large, too_many_values, too_slow, wrong_content_type
+from minisgl.server.api.http.errors import (
+    ApiError,
+    encoded_body,
+    invalid,
+    too_large,
+    too_many_values,
+    too_slow,
+    wrong_content_type,
+)
 
 B = TypeVar("B", bound=Body)
 
@@ -76,6 +84,7 @@ class BodyScan:
 async def read_body(request: Request, max_bytes: int, max_items: int, timeout_seconds: float) -> bytearray:
     """Return the whole body; ApiError if its type is not JSON, it comes too slowly, or has too many bytes or values."""
     check_content_type(request)
+    check_content_encoding(request)
     try:
         async with asyncio.timeout(timeout_seconds):
             return await _read_body(request, max_bytes, BodyScan(max_items))
@@ -93,6 +102,13 @@ def check_content_type(request: Request) -> None:
     kind = sent.partition(";")[0].strip().lower()
     if kind and kind != "application/json":
         raise wrong_content_type(sent)
+
+
+def check_content_encoding(request: Request) -> None:
+    """Raise ApiError if the body is compressed: a few bytes could become more than any limit on bodies."""
+    sent = request.headers.get("content-encoding", "").strip()
+    if sent and sent.lower() != "identity":
+        raise encoded_body(sent)
 
 
 async def _read_body(request: Request, max_bytes: int, scan: BodyScan) -> bytearray:

@@ -190,6 +190,11 @@ def wrong_content_type(sent: str) -> ApiError:
     return ApiError(415, message, code="unsupported_content_type")
 
 
+def encoded_body(sent: str) -> ApiError:
+    message = f"the body must be sent as it is, without the header Content-Encoding: {sent:.100}"
+    return ApiError(415, message, code="unsupported_content_encoding", headers={"accept-encoding": "identity"})
+
+
 def too_slow(seconds: float) -> ApiError:
     return ApiError(408, f"the request body did not arrive within {seconds:g} seconds", code="request_timeout")
 
