@@ -16,6 +16,7 @@ from minisgl.logs import configure_logging, set_up_logging
 from minisgl.models.config.generation_config import load_sampling_defaults
 from minisgl.models.config.load_config import load_engine_model
 from minisgl.pooling.pooling_config import NO_TEXT
+from minisgl.process.machine import open_standard_streams
 from minisgl.server.api.tracing import check_otel
 from minisgl.server.supervisor import Supervisor, bind
 
@@ -30,6 +31,7 @@ def main() -> int:
         from minisgl.doctor import main as doctor
 
         return doctor(sys.argv[2:])
+    open_standard_streams()
     set_up_logging()
     try:
         config, find = parse_args(sys.argv[1:])

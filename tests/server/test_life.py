@@ -118,6 +118,20 @@ def test_a_port_in_use_is_noticed_first(folder: Path) -> None:
         port = taken.getsockname()[1]
         line = run_to_failure("--model", str(folder), "--port", str(port))
     assert str(port) in line
+    assert line.endswith("choose another --port")
+
+
+def test_an_address_of_another_machine_is_no_matter_of_the_port(folder: Path) -> None:
+    assert run_to_failure("--model", str(folder), "--host", "192.0.2.1").endswith("choose another --host")
+
+
+@pytest.mark.parametrize("closed", ["0<&-", "0<&- 1>&-"])
+def test_a_server_starts_without_standard_streams(closed: str, folder: Path) -> None:
+    with Server("--model", str(folder), before=f"exec {closed}") as server:
+        assert (
+            server.client.completions.create(model=str(folder), prompt="a", max_tokens=2).choices[0].finish_reason
+            == "length"
+        )
 
 
 def test_the_ready_line_of_an_ipv6_host_can_be_called(folder: Path) -> None:

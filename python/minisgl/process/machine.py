@@ -37,6 +37,16 @@ MALLOC = {
 }
 
 
+def open_standard_streams() -> None:
+    """Open /dev/null in place of a standard stream that is closed, as some programs start others.
+
+    Otherwise the first sockets would get their numbers, and workers, which get a stdin of their own, would lose them.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest number that is free
+        os.set_inheritable(fd, True)
+    os.close(fd)
+
+
 def raise_open_files(max_queued_requests: int) -> int:
     """Raise the soft limit of open files as far as useful and allowed; return it.
 

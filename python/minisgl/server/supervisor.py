@@ -6,6 +6,7 @@ noticed before anything slow happens. A worker's death shows at once as the end 
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import selectors
@@ -106,7 +107,8 @@ def bind(host: str, port: int, send_timeout: float = HttpConfig().send_timeout) 
         sock.bind(address)
         sock.listen(2048)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port") from None
+        flag = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another {flag}") from None
     return sock
 
 
