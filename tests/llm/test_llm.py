@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from minisgl.core import Grammar, InvalidRequest, PendingStep, StepResult
 from minisgl.llm import LLM, SamplingParams, rank_processes
 from minisgl.models.hub import demo_folder
 from minisgl.process.child import Child, start_worker
-from support.server import is_alive
+from support.server import PATIENCE, is_alive
 
 QUESTION = [{"role": "user", "content": "What is Minisgl?"}]
 
@@ -254,6 +255,26 @@ def test_calls_from_several_threads_are_served_one_after_another(llm: LLM) -> No
         together = list(threads.map(lambda _: llm.generate(prompts, params), range(6)))
     assert [[answer["token_ids"] for answer in answers] for answers in together] == [alone] * 6
     llm.check_idle()
+
+
+def test_a_forked_process_is_told_to_make_its_own(llm: LLM) -> None:
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+
+    def ask() -> None:
+        try:
+            with llm:
+                sender.send(llm.generate("one", SamplingParams(max_tokens=2)))
+        except RuntimeError as error:
+            llm.close()
+            sender.send(str(error))
+
+    child = fork.Process(target=ask, daemon=True)
+    child.start()
+    assert receiver.poll(PATIENCE), "it waits for what its parent alone has"
+    assert "by another process" in receiver.recv()
+    child.join(PATIENCE)
+    assert llm.generate("one", SamplingParams(max_tokens=2))
 
 
 def test_a_closed_one_says_so_and_leaves_no_process() -> None:

@@ -6,6 +6,7 @@ The parameters are those of Mini-SGLang's LLM, so that programs written for it r
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -61,7 +62,8 @@ class LLM:
     keywords, which `help(LLM)` lists with types and defaults; None stands for the default, and an unknown keyword is a
     TypeError. `use_dummy_weight=True` is `load_format="dummy"`.
 
-    It may be called from several threads: the calls are executed one after another.
+    It may be called from several threads: the calls are executed one after another. A process that is forked from the
+    one that made it cannot call it.
     """
 
     __signature__: ClassVar[Signature] = signature()
@@ -69,6 +71,7 @@ class LLM:
     def __init__(
         self, model: str, dtype: str | torch.dtype = "auto", *, use_dummy_weight: bool = False, **settings: Any
     ) -> None:
+        self._pid = os.getpid()
         if use_dummy_weight:
             settings["load_format"] = "dummy"
         settings |= {"model": model, "dtype": str(dtype).removeprefix("torch.")}
@@ -244,6 +247,8 @@ class LLM:
 
     def close(self) -> None:
         """End the engine and free its memory; the object cannot be used afterwards. May be called repeatedly."""
+        if os.getpid() != self._pid:  # a forked process: engine and workers are those of its parent
+            return
         with self._lock:
             if self._open:
                 self._open = False
@@ -335,6 +340,8 @@ class LLM:
                 raise
 
     def _require_open(self) -> None:
+        if os.getpid() != self._pid:  # the engine's threads were not forked: a call would wait for ever
+            raise RuntimeError("this LLM was made by another process: make one in each process, or start it by spawn")
         if not self._open:
             raise RuntimeError("this LLM is closed")
 
