@@ -49,7 +49,7 @@ def test_neither_the_api_process_nor_the_detokenizer_imports_torch_or_a_grammar_
         heavy[module] = set(subprocess.check_output(command, env=environment, text=True).split())
     assert heavy["server.api.api_process"] == set()
     assert heavy["tokenizer.detokenizer_worker"] <= {"tokenizers"}
-    assert "llguidance" in heavy["structured_output.trial_process"]  # so that this would be seen
+    assert "llguidance" in heavy["structured_output.trial_process"]  # proves that the test would see such an import
 
 
 def test_the_packages_of_the_extra_shell_are_imported_on_a_terminal_alone() -> None:

@@ -87,7 +87,7 @@ def test_a_short_wait_writes_no_line(capsys: pytest.CaptureFixture[str]) -> None
             bar.set_description(f"step {number}")
             bar.update(1)
     assert capsys.readouterr().err == ""
-    with progress_bar("Loading weights", 10, leave=True) as bar:  # but says what it did, if asked
+    with progress_bar("Loading weights", 10, leave=True) as bar:  # leave=True reports the finished bar
         bar.update(10)
     assert capsys.readouterr().err.partition(" ")[2] == "Loading weights: 10 of 10 (100%)\n"
 

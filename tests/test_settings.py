@@ -20,7 +20,7 @@ from minisgl.parsers.reasoning import REASONING_FORMATS
 PARTS = {SourceConfig: "source", EngineConfig: "engine", SchedulerConfig: "scheduler", HttpConfig: "http"}
 STRUCTS: list[type[msgspec.Struct]] = [*PARTS, ServerConfig]
 SETTINGS = [(struct, one) for struct in STRUCTS for one in declarations(struct)]
-FILES = ("ssl_keyfile", "ssl_certfile", "chat_template")  # which must be there: their tests have some
+FILES = ("ssl_keyfile", "ssl_certfile", "chat_template")  # flags whose file must exist have their own tests
 SETTABLE = [(struct, one) for struct, one in SETTINGS if one.name not in FILES]
 BOUNDED = [one for _, one in SETTINGS if (one.setting.ge, one.setting.gt, one.setting.le) != (None, None, None)]
 
@@ -36,7 +36,7 @@ def another(declared: Declaration) -> tuple[list[str], Any]:
     if declared.choices:
         value = declared.choices[-1]
         return [value], value
-    if declared.name == "num_tokenizers":  # of which 0 is 1
+    if declared.name == "num_tokenizers":  # 0 means 1
         return ["3"], 3
     if declared.kind in (int, float):
         low = next(bound for bound in (declared.setting.ge, 0.5) if bound is not None)
@@ -56,7 +56,7 @@ def test_each_flag_sets_its_field(struct: type[msgspec.Struct], declared: Declar
         config, _ = parse_args([flag, *words])
         assert value_of(config, struct, declared.name) == value
     default, _ = parse_args([])
-    if declared.name != "model_names":  # which follow from the model
+    if declared.name != "model_names":  # its default follows from the model
         assert value_of(default, struct, declared.name) == declared.default
     for switch, stands_for in declared.setting.switches.items():
         assert value_of(parse_args([switch])[0], struct, declared.name) == stands_for

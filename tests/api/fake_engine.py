@@ -219,7 +219,7 @@ class FakeEngine(threading.Thread):
         mode = text.partition(" ")[0]
         if mode == "hold":
             return
-        if mode == "vector":  # of a pooling model
+        if mode == "vector":  # a pooling model
             values = np.array(text.split()[1:], dtype="<f4")
             yield OutputDelta(seq_id, b"", "", "stop", vector=values.tobytes())
             return

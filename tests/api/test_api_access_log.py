@@ -59,7 +59,7 @@ def test_a_client_that_leaves_early_is_told_apart(server: RunningServer, caplog:
     client = RawClient(server.port)
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nexpect: 100-continue\r\ncontent-length: 100\r\n\r\n"
     client.socket.sendall(head)
-    client.read_until(b"100 Continue")  # it waits for the body
+    client.read_until(b"100 Continue")  # the server waits for the body
     client.leave(reset=True)
     assert lines(caplog, 1) == ["127.0.0.1 POST /v1/completions 499"]
 

@@ -43,7 +43,7 @@ def test_a_drain_refuses_what_comes_and_answers_what_was_there(start_server: Sta
     post(stream, {"prompt": "endless", "stream": True, "max_tokens": 100_000})
     head = stream.read_until(b"data: ")
     post(whole, HELD)
-    post(streamed_later, {**HELD, "stream": True})  # not even its first token is there
+    post(streamed_later, {**HELD, "stream": True})  # held before its first token
     server.engine.wait_for(Generate, 3)
     server.call(server.drain.begin)
     for path in ("/health", "/ready", "/ping", "/v1/models", "/nowhere"):
@@ -141,7 +141,7 @@ def test_clients_wait_when_no_more_files_may_be_opened(start_server: Start, capl
         wait_until(lambda: server.client.metrics.failed_accepts > 1)
         for client in clients:
             client.setblocking(False)
-            with pytest.raises(BlockingIOError):  # neither an answer nor an end
+            with pytest.raises(BlockingIOError):  # no answer and no end of the connection
                 client.recv(1)
             client.settimeout(60)
     finally:

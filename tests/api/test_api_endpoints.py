@@ -214,7 +214,7 @@ def test_metrics_count_requests(start_server: Callable[..., RunningServer]) -> N
     server.post(CHAT, json={"messages": [{"role": "user", "content": "stop it now"}], "max_tokens": 3})
     client = RawClient(server.port)
     client.post("/generate", {"prompt": "hold"})
-    wait_until(lambda: metrics(server)["minisgl:prompt_tokens_total"] == 2 + 1 + 3 + 1)  # it is accepted
+    wait_until(lambda: metrics(server)["minisgl:prompt_tokens_total"] == 2 + 1 + 3 + 1)  # the request is accepted
     client.leave()
     server.post("/generate", json={"prompt": "fail"})
     server.assert_idle()

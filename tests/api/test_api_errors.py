@@ -348,7 +348,7 @@ def test_unknown_routes_and_methods(server: RunningServer) -> None:
     check_error(server.post("/v1/chat/completions/"), 404, None)
     check_error(server.get(CHAT), 405, None)
     check_error(server.post("/v1/models"), 405, None)
-    response = server.post("/v1/responses/resp_1")  # whose two methods are two routes
+    response = server.post("/v1/responses/resp_1")  # GET and DELETE are two routes of this path
     check_error(response, 405, None)
     assert response.headers["allow"] == "DELETE, GET, HEAD"
 

@@ -18,7 +18,7 @@ from minisgl.message.types import TextOptions, pack_ids
 ROUTES = ["/v1/chat/completions", "/v1/completions", "/generate"]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 SCHEMA_TEXT = json.dumps(SCHEMA, separators=(",", ":"))
-VLLMS_OPTIONS = {  # as its clients write all of them
+VLLMS_OPTIONS = {  # every field that vLLM's clients write
     **dict.fromkeys(("json", "json_object", "regex", "choice", "grammar", "structural_tag", "whitespace_pattern")),
     "disable_any_whitespace": False,
     "disable_additional_properties": False,
@@ -93,7 +93,7 @@ def test_sampling(server: RunningServer, path: str, fields: dict[str, Any], expe
 
 @pytest.mark.parametrize("path", ROUTES)
 def test_the_rest(server: RunningServer, path: str) -> None:
-    plain = TextOptions(continues=path != ROUTES[0])  # but for chats the text goes on from the prompt's
+    plain = TextOptions(continues=path != ROUTES[0])  # completions continue the prompt's text; chats do not
     assert sent(server, path, skip_special_tokens=False).text == msgspec.structs.replace(
         plain, skip_special_tokens=False
     )

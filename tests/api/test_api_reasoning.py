@@ -79,7 +79,7 @@ def test_thought_is_streamed(qwen: RunningServer) -> None:
     ("prompt_end", "texts", "reasoning", "content"),
     [
         ("assistant\n<think>\n", THOUGHT[2:], "Hm.", "Hello you."),  # the template opened the thought
-        ("<think>\n\n</think>\n\n", THOUGHT[2:], None, "".join(THOUGHT[2:])),  # or left it empty
+        ("<think>\n\n</think>\n\n", THOUGHT[2:], None, "".join(THOUGHT[2:])),  # the template closed an empty thought
         ("assistant\n", THOUGHT[7:], None, "Hello you."),
     ],
 )

@@ -97,7 +97,7 @@ def test_a_call_is_streamed_as_openai_does(hermes: RunningServer) -> None:
     assert first.pop("id").startswith("call_")
     assert first == {"index": 0, "type": "function", "function": {"name": "get_weather", "arguments": ""}}
     assert all(call.keys() == {"index", "function"} and call["function"].keys() == {"arguments"} for call in rest)
-    assert rest  # as many fragments as the client was quick enough to take
+    assert rest  # the number of fragments depends on how fast the client reads
     assert "".join(call["function"]["arguments"] for call in rest) == '{"city": "Paris"}'
     second = [call for call in calls if call["index"] == 1]
     assert second[0]["function"]["name"] == "get_time"

@@ -169,7 +169,7 @@ def test_goodput(tmp_path: Path):
     for probe in demo["probes"]:
         figures = probe["summary"]
         assert (figures["requests"], figures["errors"], figures["good_share"]) == (8, 0, 1)
-        assert figures["hit_rate"] > 0.2  # of the turns before
+        assert figures["hit_rate"] > 0.2  # the cache holds earlier turns
         assert probe["generator_cpu"] > 0
     assert (broken["found"], broken["probes"]) == ("failed", [])
     stdout, merged = run(tmp_path / "again", "goodput", "--merge", str(file), "--merge", str(file), returncode=1)

@@ -99,7 +99,7 @@ def missing_modules(page: Path) -> Iterator[str]:
 
 def unknown_names(page: Path) -> Iterator[str]:
     text = page.read_text(encoding="utf-8")
-    own = {word for block in FENCE.findall(text) for word in re.findall(r"\w+", block)}  # what an example defines
+    own = {word for block in FENCE.findall(text) for word in re.findall(r"\w+", block)}  # names that an example defines
     for code in sorted(set(CODE.findall(prose(text)))):
         call = code.partition("(")[0]
         if not NAME.fullmatch(call) or call.startswith("minisgl.") or FILE.fullmatch(code):

@@ -18,7 +18,7 @@ from demo_model.case import message_text
 from demo_model.skills import SKILLS, Case, make_case
 from support.server import Server
 
-EXACT_SKILLS = ("recall", "copy", "tools", "json")  # what tests the cache; the model's own score is 98% and more
+EXACT_SKILLS = ("recall", "copy", "tools", "json")  # these skills test the cache; the model alone scores 98% and more
 # A whole server's score: the model's, less what chance takes from a small sample.
 EXACT_SHARE, OTHER_SHARE = 0.93, 0.85
 

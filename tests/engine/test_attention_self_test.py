@@ -91,7 +91,7 @@ def test_the_compiler_of_pip_is_found_and_stands_as_a_toolkit(tmp_path: Path) ->
         "bin/nvcc": "bin/nvcc",
         "include/cuda.h": "include/cuda.h",
         "nvvm/bin/cicc": "nvvm/bin/cicc",
-        "lib64/libcudart.so": "lib/libcudart.so.13",  # what -lcudart looks for
+        "lib64/libcudart.so": "lib/libcudart.so.13",  # the linker resolves -lcudart through this name
         "lib64/libcudadevrt.a": "lib/libcudadevrt.a",
         "lib64/stubs/libcuda.so": "driver",
     }

@@ -68,14 +68,14 @@ def test_the_users_own_choices_stay() -> None:
 def test_idle_openmp_threads_of_a_worker_sleep_and_do_not_spin() -> None:
     (spinning,) = run(IDLE, "nothing", {"GOMP_SPINCOUNT": "300000"})  # libgomp's own default
     (sleeping,) = run(IDLE, "nothing", cpu_environment({}))
-    assert spinning > 60  # of 400 ms: the trial shows what it is about
+    assert spinning > 60  # milliseconds of 400: proves that the trial can see spinning
     assert sleeping < spinning / 2
 
 
 def test_compiled_products_are_bounded() -> None:
     """Each number of tokens is another product: as many again as fill the cache take hardly more memory."""
     _, half, whole = run(PRODUCTS, str(PRODUCTS_EACH), cpu_environment({}))
-    assert whole - half < PRODUCTS_EACH / 8  # of some 0.5 MB each
+    assert whole - half < PRODUCTS_EACH / 8  # each product takes some 0.5 MB
 
 
 @pytest.mark.skipif(not multiplies_bfloat16(), reason="this CPU has no products of bfloat16: oneDNN's are not used")

@@ -108,7 +108,7 @@ def run_windows(threads: StepThreads, count: int) -> list[int]:
 
 @pytest.mark.usefixtures("two_threads")
 def test_threads_are_limited_in_steps_alone_and_come_back() -> None:
-    waited = itertools.count(step=int(0.9e9 * WINDOW))  # of one thread of several
+    waited = itertools.count(step=int(0.9e9 * WINDOW))  # one of several threads waits 90% of each window
     crowded = StepThreads(lambda: {1: 0, 2: next(waited)})
     assert run_windows(crowded, 4) == [2, 2, 1, 1]
     crowded._read_waited = lambda: {1: 0, 3: 0}
@@ -139,7 +139,7 @@ def test_what_threads_do_between_steps_does_not_count() -> None:
     for _ in range(3):
         with threads:
             threads._begin -= WINDOW / 2
-        threads._end -= 2 * WINDOW  # it stood idle so long
+        threads._end -= 2 * WINDOW  # the engine was idle between the steps
     assert not threads.policy.single
 
 
@@ -149,7 +149,7 @@ def test_only_threads_that_steps_start_are_watched() -> None:
     others = [threading.Thread(target=stop.wait) for _ in range(3)]
     queue = CpuQueue()
     try:
-        queue.call(lambda: None)  # its thread has begun and so has its name
+        queue.call(lambda: None)  # waits until the queue's thread runs and has its name
         for thread in others:
             thread.start()
         watched = queue.call(waited_ns)

@@ -44,7 +44,7 @@ def test_the_allocators_refusal_is_known_and_nothing_else() -> None:
         queue.launch(lambda: torch.ones(2) + torch.ones(3))()
     assert not isinstance(error.value, DeviceOutOfMemory)
     with pytest.raises(RuntimeError, match="can't allocate") as error:
-        queue.call(too_much)  # no step: whoever calls knows what to do
+        queue.call(too_much)  # a call is no step: the caller handles its error
     assert not isinstance(error.value, DeviceOutOfMemory)
     queue.close()
 

@@ -25,7 +25,7 @@ def test_queries_see_all_keys_before_them_once(max_keys: int) -> None:
             for query in range(queries):
                 mine = seen.setdefault((row, first_query + query - int(first[row])), [])
                 assert bool(merges) == (block.positions[first_key] > 0)
-                assert mine or block.positions[first_key] == 0  # what is merged with has a finite sum
+                assert mine or block.positions[first_key] == 0  # a merge needs an earlier part with a finite sum
                 mine += block.positions[first_key : first_key + max(min(keys, offset + query + 1), 0)].tolist()
     assert seen == {
         (row, query): list(range(kv_lens[row] - query_lens[row] + query + 1))

@@ -21,7 +21,7 @@ SLOTS = 4
 DRAWN = SamplingFlags.SAMPLED | SamplingFlags.FILTERED
 
 ids = st.integers(0, VOCAB - 1)
-few_ids = st.integers(0, 5)  # so that penalties and beginnings of bad words meet their tokens
+few_ids = st.integers(0, 5)  # few different ids, so that penalties and bad words often apply
 penalty = st.sampled_from([0.0, 0.0, -2.0, 0.3, 1.5])
 
 

@@ -77,7 +77,7 @@ def test_each_group_holds_the_keys_that_its_rows_see(
 ) -> None:
     world = World(page_size, query_lens, kv_lens)
     monkeypatch.setattr(varlen, "_MAX_KEYS", 64)
-    monkeypatch.setattr(varlen, "_attend", attend)  # of the CPU, which torch's kernel does not run on
+    monkeypatch.setattr(varlen, "_attend", attend)  # the CPU's attention, because torch's varlen kernel needs a GPU
     spec = replace(world.spec, window=window)
     have, want = (
         backend.plan(world.inputs).forward(0, world.q, world.pool)

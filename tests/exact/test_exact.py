@@ -49,7 +49,7 @@ ALL_COLUMNS = {
     "target_tbt": (0.0, 2.0, 35.0),
     "schedule_policy": ("sjf", "lpm"),
     "overlap": (True, False),
-    "tight": (False, True),  # so few pages that requests are retracted
+    "tight": (False, True),  # True: so few pages that requests are retracted
 }
 
 
@@ -91,7 +91,7 @@ class Cases:
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
     torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"  # of the other ranks
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the other ranks
     return Cases(tmp_path_factory.mktemp)
 
 

@@ -37,7 +37,7 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     finish: str = "length"
     logprobs: list[list[float]] = field(default_factory=list)  # a distribution for each output token
-    prompt_logprobs: list[list[float]] = field(default_factory=list)  # and for each prompt token but the first
+    prompt_logprobs: list[list[float]] = field(default_factory=list)  # the same for each prompt token but the first
 
 
 class Oracle:
@@ -152,7 +152,7 @@ def expected(oracle: Oracle) -> list[Answer]:
 @pytest.mark.parametrize(
     "options",
     [
-        {"page_size": 4, "max_extend_tokens": 7, "num_page_override": 70},  # so few that requests are retracted
+        {"page_size": 4, "max_extend_tokens": 7, "num_page_override": 70},  # few pages: requests are retracted
         {"page_size": 1, "max_extend_tokens": 50, "batch_policy": "mixed", "overlap": False, "num_page_override": 260},
         {"page_size": 16, "tp_size": 2},
     ],

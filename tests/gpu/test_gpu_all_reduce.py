@@ -175,7 +175,7 @@ def test_a_rank_that_does_not_come_is_named(sizes: tuple[int, int]) -> None:
         with pytest.raises(RuntimeError, match="rank 2 did not come to an all-reduce"):
             group.sides[rank].check()
     with torch.cuda.stream(group.streams[0]):
-        group.sides[0](x.clone())  # and what follows does not wait again
+        group.sides[0](x.clone())  # a later all-reduce does not wait again
     torch.cuda.synchronize()
 
 

@@ -28,7 +28,7 @@ HEADS = [(8, 8), (16, 8), (32, 8), (40, 8), (16, 2)]
 BF16, F16 = torch.bfloat16, torch.float16
 PAGE_SIZES = [1, 16, 64]
 LONGEST = 1500
-TOLERANCE = 6e-3  # of the norm of the result: bf16 has 8 bits
+TOLERANCE = 6e-3  # relative to the norm of the result: bf16 has 8 bits
 
 
 class World:

@@ -15,7 +15,7 @@ from support.delta_net import Layer, by_the_book, make_layer, projection
 
 pytestmark = pytest.mark.gpu
 
-TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}  # of the norm of the result
+TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}  # relative to the norm of the result
 
 
 def error(found: torch.Tensor, book: torch.Tensor) -> float:

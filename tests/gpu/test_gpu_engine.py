@@ -135,7 +135,7 @@ def test_twenty_retractions_change_no_answer(tmp_path: Path, overlap: bool) -> N
     short = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))] for _ in range(16)]
     params = SamplingParams(max_tokens=64, ignore_eos=True)
     answers = []
-    for tokens in (4096, 336):  # of the KV cache; the answers together have 1,024
+    for tokens in (4096, 336):  # tokens in the KV cache; all answers together have 1,024
         with LLM(
             str(tmp_path),
             dtype="float32",

@@ -324,7 +324,7 @@ GEMMA_4_E4B = GEMMA_4_DENSE | {
     "attention_k_eq_v": False,
     "hidden_size_per_layer_input": 256,
     "vocab_size_per_layer_input": 8192,
-    "num_hidden_layers": 4,  # of which the second half attends to K and V of the first
+    "num_hidden_layers": 4,  # the second half attends to K and V of the first
     "num_kv_shared_layers": 2,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
@@ -452,7 +452,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             # As trained routers do, prefer few experts: with nearly equal ones rounding would change who is eighth.
             weight.data *= 8
         centred = request.param == "gemma3" or ("linear_attention" in SHAPES[request.param].get("layer_types", ()))
-        if centred and "norm" in name and "linear_attn" not in name:  # of which the checkpoint holds w - 1
+        if centred and "norm" in name and "linear_attn" not in name:  # the checkpoint holds w - 1
             weight.data.uniform_(-0.3, 0.3)
     model.save_pretrained(path)
     return path

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 HALVES = [torch.bfloat16, torch.float16]
 DTYPES = [*HALVES, torch.float32]
-TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}  # of the norm of the result
+TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}  # relative to the norm of the result
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_norm_rope_store(
     ("size", "width"),
     [
         *[(1024, 4096), (2048, 1024), (3072, 1024), (96, 40), (5120, 2064), (8192, 1280), (4096, 24576), (768, 256)],
-        *[(5120, 3584), (8704, 5120)],  # of 14B over two ranks
+        *[(5120, 3584), (8704, 5120)],  # Qwen3-14B on two ranks
         *[(576, 960), (576, 576), (576, 3072), (1536, 576)],  # SmolLM2's
         *[(2048, 3648), (4096, 2880)],  # two blocks on a multiprocessor
         *[(4096, 4096), (3840, 8192)],  # clusters of eight and of four with short rings

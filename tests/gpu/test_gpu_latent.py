@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda", 0)
 RANK, ROPE = 512, 64
-TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3}  # of the norm of a result
+TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3}  # relative to the norm of the result
 
 
 class Latents:

@@ -13,7 +13,7 @@ from minisgl.kernel.torch_ops import TorchOps
 
 pytestmark = pytest.mark.gpu
 
-TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}  # of the norm of the result
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}  # relative to the norm of the result
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_biases_and_clamped_swiglu(
 ) -> None:
     """gpt-oss's experts; on the ranks but the first the second bias is missing."""
     w13_bias, w2_bias = (torch.randn(experts, width, device="cuda").to(dtype) for width in (2 * intermediate, hidden))
-    activation = ClampedSwiGLU(1.702, 1.5)  # so that many are clamped
+    activation = ClampedSwiGLU(1.702, 1.5)  # a limit so low that many values are clamped
     mixture = make_mixture(
         Routing(top_k, renormalize=True), experts, hidden, intermediate, dtype, activation=activation
     )

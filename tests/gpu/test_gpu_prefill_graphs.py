@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 VOCAB = 5000
 SLOTS = 40
-TOLERANCE = 0.02  # of the norm: padding changes the products' kernels, and bf16 has 8 bits
+TOLERANCE = 0.02  # relative to the norm: padding changes the kernels of products, and bf16 has 8 bits
 
 # Rows of (first position, tokens, samples).
 DECODES = [(37 * index % 1500, 1, True) for index in range(33)]

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.gpu
 VOCAB = 4992
 ROWS = (1, 8, 16, 17, 33, 64, 65, 100, 128, 200, 256, 300, 2048)
 SHAPES = ((768, 1024), (4096, 2048), (512, 4096), (24576, 512))  # the last: 192 rows of the weight a block
-TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3}  # of the norm of the result
+TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3}  # relative to the norm of the result
 FORMATS = (
     *(LevelFormat("fp8", group) for group in (0, 128)),
     *(LevelFormat("int4", group, zeros) for group, zeros in ((32, True), (64, False), (128, True))),
@@ -136,7 +136,7 @@ def test_a_lone_row_by_other_tilings(ops: Ops, form: LevelFormat) -> None:
         y = gemm.product(x, plain, None, residual, tiling=tiling)
         assert error(y, want) < TOLERANCE[torch.bfloat16], tiling
         y = gemm.product(x, gated, norm=norm, gate="silu", tiling=tiling)
-        assert error(y, activated) < 9e-3, tiling  # of three roundings
+        assert error(y, activated) < 9e-3, tiling  # three roundings
 
 
 def test_columns_in_another_order(ops: Ops) -> None:
@@ -377,7 +377,7 @@ def test_memory_is_that_of_the_quantized_weights(folder: Path) -> None:
         with LLM(str(folder), device="cuda", quantization=method, num_page_override=16, cuda_graph_max_bs=0) as llm:
             model = llm._engine._runner.model
             matrices = sum(weight.numel() for name, weight in model.named_parameters() if name.endswith("_proj.weight"))
-            torch._C._cuda_clearCublasWorkspaces()  # of 32 MiB each, which our own kernels do not ask for
+            torch._C._cuda_clearCublasWorkspaces()  # 32 MiB each, which only cuBLAS needs
             # Not `memory_allocated`, to which the allocator adds up to 1 MiB of what a segment has left.
             used[method] = torch.cuda.memory_stats()["requested_bytes.all.current"]
     assert used["auto"] - used["fp8"] == pytest.approx(matrices, rel=0.02)

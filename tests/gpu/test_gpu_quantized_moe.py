@@ -23,7 +23,7 @@ from models.quantized import save_mxfp4, save_quantized
 
 pytestmark = pytest.mark.gpu
 
-TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}  # of the norm of the result
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}  # relative to the norm of the result
 ROWS = (1, 2, 7, 8, 33, 64, 129, 500, 2100)
 FORMATS = (
     LevelFormat("fp8", 128),
@@ -217,7 +217,7 @@ def test_experts_of_a_checkpoint(ops: Ops, tmp_path: Path, name: str) -> None:
     layers = zip(packed.modules(), dense.modules(), strict=True)
     pairs = [(have, want) for have, want in layers if isinstance(have, Experts) and isinstance(want, Experts)]
     for have, want in pairs:
-        assert (have.packed is not None) == (name != "compressed int4")  # whose down_proj is not quantized
+        assert (have.packed is not None) == (name != "compressed int4")  # its down_proj is not quantized
         for tokens in (1, 30, 300):
             x = torch.randn(tokens, 256, device="cuda").bfloat16()
             scores = torch.rand(tokens, len(have.w13), device="cuda").argsort(dim=1).bfloat16()

@@ -22,7 +22,7 @@ QWEN3_14B = (7168, 5120), (5120, 5120), (34816, 5120), (5120, 17408)
 SHAPES = (*QWEN3_8B, *QWEN3_14B, (384, 128))
 ROWS = (129, 160, 256, 300, 512, 2048, 8192)
 PLACES = 132 // CLUSTER
-BLOCK_BYTES, DECLARED_BYTES = 227 << 10, 22 << 10  # of shared memory: a block's on Hopper; without the ring
+BLOCK_BYTES, DECLARED_BYTES = 227 << 10, 22 << 10  # shared memory of a block on Hopper; its part outside the ring
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -7,8 +7,8 @@ import pytest
 from minisgl.kernel.gemv_tiling import choose_gemv_tiling, gemv_tilings
 from minisgl.quantization.levels import Kind
 
-SM_BYTES, BLOCK_BYTES = 228 << 10, 227 << 10  # of shared memory on Hopper, 1 KiB of which each block needs besides
-ATTENTION_BYTES = 34 << 10  # of a block of decode_attention.cu, eight query heads of 128 a KV head
+SM_BYTES, BLOCK_BYTES = 228 << 10, 227 << 10  # shared memory of an SM and of a block, whose own 1 KiB is not counted
+ATTENTION_BYTES = 34 << 10  # shared memory of a block of decode_attention.cu for eight query heads per KV head
 SHAPES = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (768, 256), (48, 128), (151936, 4096))
 FORMATS: tuple[tuple[Kind, int], ...] = (("int4", 32), ("int4", 64), ("int4", 128), ("fp8", 0), ("fp8", 128))
 

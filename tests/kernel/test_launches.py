@@ -410,7 +410,7 @@ def test_clusters_sum_the_quantized_experts_of_few_tokens(launched: list[str]) -
     from minisgl.kernel.cuda_ops import CudaOps
 
     mixture = Mixture(*packed_experts(LevelFormat("fp8", 128), 8, 128, 128), 8, Routing(4, renormalize=True))
-    for tokens in (2, 3):  # of which two have 8 pairs
+    for tokens in (2, 3):  # two tokens make 8 pairs
         x, scores = (torch.zeros(tokens, size, dtype=torch.bfloat16) for size in (128, 8))
         assert CudaOps(CPU).moe(x, scores, mixture, x).shape == x.shape
     products = ["quantized_moe_gated", "quantized_moe_weighted"]
@@ -554,7 +554,7 @@ def test_files_whose_headers_wait_say_so_themselves() -> None:
     sources = {path.name: path.read_text() for path in CSRC.iterdir()}
 
     def includes_a_wait(name: str) -> bool:
-        included = set(re.findall(r'#include "(.*)"', sources[name])) - {"common.cuh"}  # which defines it
+        included = set(re.findall(r'#include "(.*)"', sources[name])) - {"common.cuh"}  # common.cuh defines the wait
         return any(waits in sources[one] or includes_a_wait(one) for one in included)
 
     concerned = [name for name in sources if name.endswith(".cu") and includes_a_wait(name)]

@@ -15,7 +15,7 @@ from minisgl.kernel.quantized_tiling import (
 )
 from minisgl.quantization.levels import Kind
 
-SM_BYTES, BLOCK_BYTES = 228 << 10, 227 << 10  # of shared memory on Hopper, 1 KiB of which each block needs besides
+SM_BYTES, BLOCK_BYTES = 228 << 10, 227 << 10  # shared memory of an SM and of a block, whose own 1 KiB is not counted
 SHAPES = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (768, 256), (48, 128), (151936, 4096))
 ROWS = (1, 8, 16, 17, 33, 64, 65, 128, 200, 256, 500)
 
@@ -53,7 +53,7 @@ def test_blocks_of_quantized_weights(kind: Kind, group: int) -> None:
                 sums = tiling.block_n // 16 * tiling.max_rows // 8 * 4
                 assert 2 * sums + 60 <= registers(tiling), "of a group, of all, and operands"
                 continue
-            operands = 32 if kind == "int4" else 16  # of two phases
+            operands = 32 if kind == "int4" else 16  # for two phases
             assert tiling.max_rows // 2 + operands + 28 <= registers(tiling), "of sums and operands"
             part = tiling.block_k // tiling.k_parts  # columns of a stage that a warpgroup multiplies
             assert part % (64 if kind == "int4" or tiling.k_parts > 1 else 32) == 0

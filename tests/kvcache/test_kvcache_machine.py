@@ -40,7 +40,7 @@ class Oracle:
 
     def __init__(self, page_size: int, keeps: bool) -> None:
         self.page_size = page_size
-        self.snapshots: list[Prefix] = []  # those whose page is still in the tree, least recently used first
+        self.snapshots: list[Prefix] = []  # prefixes with a page in the tree, least recently used first
         self.keeps = keeps
         self.pages: dict[Prefix, int] = {}
         self.locks: dict[Prefix, int] = {}

@@ -40,7 +40,7 @@ def test_salts_do_not_share() -> None:
     for salt, first in ((b"", 10), (b"a" * 16, 20), (b"b" * 16, 30)):
         result = cache.insert(span(0, 6), ids(first, first + 1, first + 2), salt)
         assert result.duplicates.tolist() == []
-        assert cache.match(span(0, 5), salt).pages.tolist() == [first, first + 1]  # and is split there
+        assert cache.match(span(0, 5), salt).pages.tolist() == [first, first + 1]  # the match splits the node here
         cache.check()
     assert cache.match(span(0, 6), b"c" * 16).cached_len == 0
     assert cache.cached_pages == 9
@@ -313,7 +313,7 @@ def test_eviction_takes_pages_not_leaves() -> None:
     assert cache.cached_pages == 46
     assert cache.match(span(0, 100)).cached_len == 92
     cache.check()
-    result = cache.insert(span(0, 100), np.concatenate([span(0, 46), span(60, 64)]))  # and it grows again
+    result = cache.insert(span(0, 100), np.concatenate([span(0, 46), span(60, 64)]))  # the tree grows again
     assert result.duplicates.tolist() == []
     assert cache.match(span(0, 100)).cached_len == 100
     cache.check()
@@ -414,7 +414,7 @@ def test_a_picture_of_the_tree_has_its_largest_nodes_below_their_parents() -> No
     nodes = cache.tree(4)
     assert [(node.first, node.last, node.parent, node.pages, node.end, node.locks) for node in nodes[:3]] == [
         (0, 3, None, 4, 8, 1),
-        (20, 25, 3, 6, 20, 1),  # of equal ones the newest first
+        (20, 25, 3, 6, 20, 1),  # among equal children the newest comes first
         (4, 9, 3, 6, 20, 0),
     ]
     assert len(nodes) == 4

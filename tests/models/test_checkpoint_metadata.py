@@ -69,7 +69,7 @@ LISTED = {"7": {"content": "<|turn|>", "special": True}, "5": {"content": "</s>"
         ("llama", {"eos_token": "</s>"}, {}),
         ("llama", {"eos_token": {"__type": "AddedToken", "content": "</s>"}}, {}),
         ("llama", {}, {"eos_token": "</s>"}),
-        ("llama", {"eos_token": "he"}, {}),  # not an added token
+        ("llama", {"eos_token": "he"}, {}),  # an ordinary token, not an added one
         ("byte_level", {"eos_token": "</s>"}, {}),
         ("byte_level", {"eos_token": "hello"}, {}),
         ("metaspace", {"eos_token": "▁the"}, {}),

@@ -39,7 +39,7 @@ LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
-DEEPSEEK_V3: dict[str, Any] = {  # and R1
+DEEPSEEK_V3: dict[str, Any] = {  # R1's configuration is equal
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
     **LATENT,

@@ -34,13 +34,13 @@ TEXT: dict[str, Any] = {  # a dense model
     "use_bidirectional_attention": "vision",
     "vocab_size": 262144,
 }
-EXPERTS: dict[str, Any] = {  # of 26B-A4B
+EXPERTS: dict[str, Any] = {  # Gemma 4 26B-A4B
     "enable_moe_block": True,
     "num_experts": 128,
     "top_k_experts": 8,
     "moe_intermediate_size": 704,
 }
-INPUTS: dict[str, Any] = {  # of E2B, whose last layers share KV
+INPUTS: dict[str, Any] = {  # Gemma 4 E2B, whose last layers share KV
     "hidden_size_per_layer_input": 256,
     "vocab_size_per_layer_input": 262144,
     "attention_k_eq_v": False,

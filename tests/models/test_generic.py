@@ -117,7 +117,7 @@ def test_two_ranks(kind: str, tmp_path: Path) -> None:
 
     def logits_on(rank: int) -> tuple[torch.Tensor, int]:
         tp = SharedMemoryTP.connect(rank=rank, size=2, init_method=f"file://{tmp_path / 'meeting'}", timeout_s=60)
-        with loading:  # which transformers does in one thread at a time
+        with loading:  # transformers loads in one thread at a time
             ours = load_model(config, tmp_path, tp=tp, dtype=torch.float32, device=torch.device("cpu"))
         harness = Harness(ours, num_pages=20)
         a, b = harness.add(PROMPTS[0]), harness.add(PROMPTS[1])
@@ -157,7 +157,7 @@ def test_what_stands_in_for_modules(tmp_path: Path) -> None:
         0,
     )
     assert parts("mixtral")["ReplacementExperts"] == 2
-    cohere = parts("cohere")  # whose norm has no eps that is called so, and subtracts the mean
+    cohere = parts("cohere")  # its norm has no attribute `eps`, and subtracts the mean
     assert (cohere["ReplacementNorm"], cohere["CohereLayerNorm"], cohere["ReplacementGatedMLP"]) == (0, 3, 2)
 
 
@@ -214,7 +214,7 @@ def test_other_refusals(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**raw, "num_hidden_layers": 3}))
     with pytest.raises(WeightError, match=r"lacks model\.layers\.2"):
         LLM(str(tmp_path), "float32", **SMALL_PAGES)
-    awq = {"quant_method": "awq", "bits": 4, "group_size": 16}  # whose package is not among ours
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 16}  # needs a package that is not installed
     (tmp_path / "config.json").write_text(json.dumps({**raw, "quantization_config": awq}))
     with pytest.raises(WeightError, match="transformers cannot load"):
         LLM(str(tmp_path), "float32", **SMALL_PAGES)

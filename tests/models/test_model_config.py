@@ -431,14 +431,14 @@ def test_refused_by_name(change: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"sliding_window": 4096},  # not used
+        {"sliding_window": 4096},  # present but not enabled
         {"use_sliding_window": True, "sliding_window": 4096},  # from layer 28 on, which there is not
         {"use_sliding_window": True, "sliding_window": 40960, "max_window_layers": 0},  # holds everything
         {"partial_rotary_factor": 1.0},
         {"quantization_config": None},
         {"layer_types": ["full_attention"] * 28},
         {"layer_types": ["full_attention"] * 28, "use_sliding_window": True, "sliding_window": 9},
-        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},  # as long as transformers has the plain frequencies
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},  # plain frequencies up to the trained length
         {"architectures": ["SomethingElse", "Qwen3ForCausalLM"]},
         {"attention_dropout": 0.1, "use_cache": False, "transformers_version": "4.51.0", "auto_map": {}},
     ],
@@ -558,7 +558,7 @@ def test_yarn_makes_the_context_longer_than_the_file_says() -> None:
     def context(raw: dict[str, Any] = QWEN3_0_6B, **rope: Any) -> int:
         return parse_config({**raw, "rope_scaling": {"rope_type": "yarn", **rope}}).max_position_embeddings
 
-    assert context(factor=4.0, original_max_position_embeddings=32768) == 131072  # as on Qwen's model cards
+    assert context(factor=4.0, original_max_position_embeddings=32768) == 131072  # the value on Qwen's model cards
     assert context({**QWEN3_0_6B, "original_max_position_embeddings": 32768}, factor=4.0) == 131072
     assert context(factor=1.1, original_max_position_embeddings=32768) == 40960
     assert context(factor=None, original_max_position_embeddings=30000) == 40960
@@ -598,7 +598,7 @@ def test_unreadable_folders(tmp_path: Path) -> None:
         (8, 4, 2, [[0, 1], [2, 3]]),
         (8, 2, 4, [[0], [0], [1], [1]]),
         (8, 1, 2, [[0], [0]]),
-        (6, 2, 3, [[0, 0], [0, 1], [1, 1]]),  # neither divides the other: every rank has as many
+        (6, 2, 3, [[0, 0], [0, 1], [1, 1]]),  # neither number divides the other; every rank gets two
         (12, 4, 3, [[0, 0, 0, 1], [1, 1, 2, 2], [2, 3, 3, 3]]),
         (12, 4, 6, [[0, 0], [0, 1], [1, 1], [2, 2], [2, 3], [3, 3]]),
     ],
@@ -627,7 +627,7 @@ def test_tensor_parallel_sizes_that_do_not_divide() -> None:
     with pytest.raises(UnsupportedModel, match=r"intermediate size of an expert \(766\)"):
         parse_config({**experts, "moe_intermediate_size": 766}).check_tp(4)
     whole = parse_config({**experts, "moe_intermediate_size": 767, "num_experts": 15}).with_whole_experts()
-    whole.check_tp(8)  # of which one has a single expert
+    whole.check_tp(8)  # one rank has a single expert
     with pytest.raises(UnsupportedModel, match="15 experts do not suffice for 16 ranks that hold them whole"):
         whole.check_tp(16)
     with pytest.raises(UnsupportedModel, match="--enable-expert-parallel: Qwen3ForCausalLM has no experts"):

@@ -101,7 +101,7 @@ def test_logits_do_not_depend_on_the_number_of_ranks(saved: Callable[[str], tupl
         (tmp_path / str(index)).mkdir()
         folders[name], _ = save_quantized(tmp_path / str(index), "llama", name)
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["torch"])  # which costs seconds: once for all ranks
+    server.set_forkserver_preload(["torch"])  # importing torch takes seconds: once for all ranks
     rendezvous = f"file://{tmp_path / 'rendezvous'}"
     ranks = [
         server.Process(target=run_rank, args=(rank, rendezvous, folders, tmp_path), daemon=True) for rank in range(4)

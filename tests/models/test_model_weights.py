@@ -69,7 +69,7 @@ def changed(saved: Saved, tmp_path: Path) -> Callable[..., Path]:
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_sharded_checkpoints(saved: Saved, kind: str, tmp_path: Path) -> None:
     model, folder = saved(kind)
-    stored, linked = tmp_path / "blobs", tmp_path / "snapshot"  # as in the hub's cache
+    stored, linked = tmp_path / "blobs", tmp_path / "snapshot"  # the layout of the hub's cache
     model.save_pretrained(stored, max_shard_size="40KB")
     assert len(list(stored.glob("*.safetensors"))) > 3
     assert_same(load(stored), load(folder))
@@ -191,7 +191,7 @@ def test_old_rotary_buffers_are_ignored(changed: Callable[..., Path], saved: Sav
         ({"model.norm.weight": torch.ones(1, 72)}, {}, r"model\.norm\.weight has shape \[1, 72\]"),
         ({"model.layers.1.mlp.up_proj.weight": None}, {}, r"lacks model\.layers\.1\.mlp\.up_proj\.weight$"),
         ({"model.layers.0.mlp.router.weight": torch.ones(4, 72)}, {}, r"does not use: .*router\.weight$"),
-        ({"model.layers.0.self_attn.k_scale": torch.ones(1)}, {}, r"does not use: .*k_scale$"),  # of a cache in 8 bits
+        ({"model.layers.0.self_attn.k_scale": torch.ones(1)}, {}, r"does not use: .*k_scale$"),  # an FP8 cache's
         ({}, {"num_hidden_layers": 3}, r"lacks model\.layers\.2\..* and \d+ more$"),
         ({}, {"num_hidden_layers": 1}, r"does not use: model\.layers\.1\..* and \d+ more$"),
         ({}, {"attention_bias": True}, r"lacks .*bias and \d+ more$"),
@@ -259,7 +259,7 @@ def test_dummy_weights(saved: Saved, kind: str, tmp_path: Path) -> None:
             assert parameter.std().item() == pytest.approx(config.initializer_range, rel=max(0.1, chance)), name
         else:
             zero = name.endswith(("bias", "sinks.weight", "a_log.weight", "dt_bias.weight"))
-            one = config.hidden_size**-0.5 if name.endswith("router.scale") else 1  # of Gemma 4's
+            one = config.hidden_size**-0.5 if name.endswith("router.scale") else 1  # Gemma 4's router
             assert (parameter == (0 if zero else one)).all(), name
     last = make(1, Rank(2, 3))
     divided = 0
@@ -352,7 +352,7 @@ def test_the_tokenizer_may_come_from_elsewhere(tmp_path: Path) -> None:
 REPOSITORY = [
     *("config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json", "tokenizer.json"),
     *("tokenizer.model", "merges.txt", "chat_template.jinja", "additional_chat_templates/tool_use.jinja"),
-    # and what is left where it is
+    # files that are not downloaded
     *("consolidated.safetensors", "consolidated-00001-of-00002.safetensors", "pytorch_model.bin", "README.md"),
     *("original/params.json", "original/tokenizer.model", "fp8/model.safetensors", "a/b/merges.txt"),
 ]

@@ -86,7 +86,7 @@ QWEN3_5: dict[str, Any] = {
 def test_three_of_four_layers_are_recurrent() -> None:
     for raw in (QWEN3_NEXT_80B, QWEN3_5):
         config = parse_config(raw)
-        grouped = raw is QWEN3_NEXT_80B  # which has q, k, v and z of a head together
+        grouped = raw is QWEN3_NEXT_80B  # a head's q, k, v and z are adjacent rows
         mixers = [layer.attention for layer in config.layers]
         assert mixers[0] == mixers[1] == mixers[2] == DeltaNetConfig(16, 32, 128, 128, 4, grouped)
         attention = mixers[3]

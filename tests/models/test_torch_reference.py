@@ -74,7 +74,7 @@ def test_rotary_table_is_that_of_transformers(
         rope_parameters={"rope_theta": theta, **scaling},
     )
     rope = parse_config(config.to_dict()).attention.rope
-    tail = torch.arange(max(0, positions - 3000), positions)  # where rounding of the frequencies shows most
+    tail = torch.arange(max(0, positions - 3000), positions)  # rounded frequencies differ most at the last positions
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), tail.unsqueeze(0))
     want = torch.cat((cos[0, :, : head_dim // 2], sin[0, :, : head_dim // 2]), dim=-1)
     torch.testing.assert_close(cos_sin_table(head_dim, positions, rope)[tail], want, rtol=0, atol=1e-6)

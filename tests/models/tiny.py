@@ -57,7 +57,7 @@ YARN_ROPE = {
     "rope_theta": 10000.0,
     "factor": 8.0,
     "original_max_position_embeddings": 64,
-    "beta_fast": 8.0,  # of 8 frequencies some stay, some are on the ramp, some are divided
+    "beta_fast": 8.0,  # of 8 frequencies some stay, some are interpolated, some are on the ramp between
     "beta_slow": 1.0,
 }
 MISTRAL_3_ROPE = {
@@ -97,7 +97,7 @@ GPT_OSS: dict[str, Any] = {
     "num_local_experts": 6,
     "num_experts_per_tok": 2,
     "intermediate_size": 48,
-    "swiglu_limit": 1.5,  # so that some are clamped
+    "swiglu_limit": 1.5,  # small enough that some values are clamped
     "rope_parameters": {**YARN_ROPE, "truncate": False},
 }
 GEMMA4: dict[str, Any] = {

@@ -48,10 +48,10 @@ def parsed(text: str, pieces: Sequence[str] | None = None, **options: object) ->
         (" to=functions.g<|channel|>commentary json<|message|>{}", "", "", [("g", "{}")]),
         ("<|channel|>commentary to=f<|message|> ", "", "", [("f", "{}")]),
         (THOUGHT + CALL + "<|call|>" + CALL.replace("f ", "g "), "Hm.", "", [("f", '{"a": 1}'), ("g", '{"a": 1}')]),
-        # tools that nobody has declared
+        # tools that the request does not declare
         ("<|channel|>analysis to=python code<|message|>1 + 1<|end|>", "1 + 1", "", []),
         ("<|channel|>commentary to=browser.open<|message|>{}", "", "{}", []),
-        # what models forget, and limits cut
+        # tokens that models forget, and messages cut by a limit
         (THOUGHT.removesuffix("<|end|>") + FINAL, "Hm.", "Hello", []),
         (THOUGHT + "<|channel|>final<|message|>Hello", "Hm.", "Hello", []),
         (THOUGHT + "Hello", "Hm.", "Hello", []),

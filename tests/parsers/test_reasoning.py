@@ -41,7 +41,7 @@ def test_start_of_answer(prompt_end: str, qwen: Place, r1: Place) -> None:
         (QWEN, Place.UNDECIDED, "<think>Hm</thi", "Hm</thi", ""),
         (QWEN, Place.UNDECIDED, "<think>\n a\n\nb \n", " a\n\nb \n", ""),
         (QWEN, Place.INSIDE, "Hm.\n</think>\n\nHello </think>", "Hm.", "Hello </think>"),
-        (QWEN, Place.INSIDE, "<think>Hm.</think>Hello", "Hm.", "Hello"),  # the model opens it once more
+        (QWEN, Place.INSIDE, "<think>Hm.</think>Hello", "Hm.", "Hello"),  # the model opens the block a second time
         (QWEN, Place.OUTSIDE, "\n<think>Hm.</think>Hello", "", "\n<think>Hm.</think>Hello"),
         (R1, Place.INSIDE, "Hm.", "Hm.", ""),
         (R1, Place.INSIDE, "</think>Hello", "", "Hello"),

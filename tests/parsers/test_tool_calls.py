@@ -61,7 +61,7 @@ GOOD: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("hermes", '<tool_call>{"id": 7, "name": "f", "arguments": {}, "x": [1]}</tool_call>ok', "ok", [("f", "{}")]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"s": "</tool_call>"}}', "", [("f", '{"s": "</tool_call>"}')]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>', "", [("f", '{"a": 1}')]),  # no last brace
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1,}}</tool_call>', "", [("f", '{"a": 1,}')]),  # as written
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1,}}</tool_call>', "", [("f", '{"a": 1,}')]),  # unchanged
     ("hermes", '<tool_call>{"name": "f", "arguments": {"s": "ab', "", [("f", '{"s": "ab')]),  # cut by a limit
     ("hermes", '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>', "", [("unknown", "{}")]),
     ("hermes", '<tool_call><tool_call>{"name": "f"}</tool_call>', "<tool_call>", [("f", "{}")]),

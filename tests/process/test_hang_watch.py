@@ -10,7 +10,7 @@ from minisgl.message.control import Progress
 from minisgl.process.hang_watch import PING_SECONDS, Hang, HangWatch
 
 LIMIT = 10.0
-Answers = Callable[[int, float], Progress | None]  # of a rank at a time; None: it does not answer
+Answers = Callable[[int, float], Progress | None]  # (rank, time) -> progress; None means no answer
 
 
 def watch(answers: Answers, *, seconds: float = 100.0, num_ranks: int = 2) -> Hang | None:
@@ -61,7 +61,7 @@ def test_an_idle_rank_that_does_not_answer_hangs() -> None:
 
 def test_a_rank_that_answers_and_begins_no_step_hangs() -> None:
     def answers(rank: int, at: float) -> Progress:
-        return Progress(9, 7, at) if rank == 0 else Progress(8, 0, at)  # it computes something else for ever
+        return Progress(9, 7, at) if rank == 0 else Progress(8, 0, at)  # rank 1 never starts step 9
 
     hang = watch(answers)
     assert hang is not None

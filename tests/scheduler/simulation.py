@@ -164,7 +164,7 @@ class SimulatedDevice:
         window: int | None = None,
     ) -> None:
         self._has_states = has_states
-        self._window = window  # of layers with pages of their own
+        self._window = window  # for layers with their own pages
         self._fails = fails
         self._fails_at_launch = fails_at_launch
         self.failures = 0
@@ -178,7 +178,7 @@ class SimulatedDevice:
         self.computed = 0
         self.bitmask = np.zeros((1024, -(-VOCAB // 32)), dtype=np.int32)  # one memory for all steps, as an engine has
         self._queue: list[_Launched] = []
-        self._unsampled: _Launched | None = None  # whose sampling is not launched yet
+        self._unsampled: _Launched | None = None  # the step whose sampling is not launched yet
 
     def forward(self, batch: Batch) -> None:
         launched = _Launched(self, batch)
@@ -259,8 +259,8 @@ class SimulatedDevice:
         for source, target in batch.state_copies:
             self.states[target] = self.states[source]
         sampled: list[int] = []
-        prefixes: list[int] = []  # of the sampled tokens
-        scored: list[tuple[int, int]] = []  # of prompts
+        prefixes: list[int] = []  # hashes that the sampled tokens follow
+        scored: list[tuple[int, int]] = []  # (hash before, token) of prompts
         wanted = np.zeros_like(batch.query_lens) if batch.logprobs is None else batch.logprobs.prompt_lens
         rows = zip(batch.slots, batch.start_pos, batch.query_lens, batch.needs_sample, wanted, strict=True)
         for slot, start, length, samples, asked in (
@@ -333,7 +333,7 @@ class World:
     schedule_policy: str = "fcfs"
     cache: str = "radix"
     overlap: bool = True
-    snapshots: int = 0  # of states, which the simulated model has if there are any
+    snapshots: int = 0  # snapshots of recurrent state; 0 means a model without states
     snapshot_distance: int = 4
     window: int | None = None
     num_window_pages: int | None = None  # None: as the engine would choose, with sequences of two windows
@@ -345,7 +345,7 @@ class World:
     ends: dict[int, str] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)
     entered: list[int] = field(default_factory=list)  # in their order
-    logprobs: dict[int, list[PositionLogprobs]] = field(default_factory=dict)  # of each token of those who asked
+    logprobs: dict[int, list[PositionLogprobs]] = field(default_factory=dict)  # for each output token, where requested
     prompt_logprobs: dict[int, LogprobRows] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -394,7 +394,7 @@ class World:
 
     def step(self) -> None:
         report = self.loop.step()
-        if self.scheduler._next_step % 20 == 0:  # it is slow
+        if self.scheduler._next_step % 20 == 0:  # not every step, because the check is slow
             self.scheduler._pages.check_windows()
         self.entered += [opened.seq_id for opened in report.opened]
         self.cached.update((opened.seq_id, opened.cached_tokens) for opened in report.opened)

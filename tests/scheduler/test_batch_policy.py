@@ -310,7 +310,7 @@ class TimedDevice:
         self._free_at = 0.0
         self.streaming: list[float] = []  # seconds of each step of decodes and a chunk
         self.larger: list[float] = []  # the same, had the chunk one more tile
-        self.decodes: list[float] = []  # of it the decodes alone
+        self.decodes: list[float] = []  # seconds of that step's decodes alone
 
     def forward(self, batch: Batch) -> None:
         seconds = self._ratio * self._cost.seconds(batch)
@@ -422,7 +422,7 @@ def test_the_target_gives_way_where_decodes_take_most_of_it(overlap: bool) -> No
         ttft_p99.append(float(np.percentile(list(first.values()), 99)))
     assert ends[1] < 1.03 * ends[0]
     assert ttft_p99[1] < ttft_p99[0]
-    taken, decodes = np.array(device.streaming), np.array(device.decodes)  # of mixed
+    taken, decodes = np.array(device.streaming), np.array(device.decodes)  # seconds of mixed steps
     assert np.count_nonzero(taken > 1.25 * target) > 500
     assert (taken < (1.02 + SLACK) * np.maximum(target, 2 * decodes)).all()
 

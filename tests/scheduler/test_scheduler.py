@@ -53,7 +53,7 @@ def test_random_traffic(options: dict[str, object], request: pytest.FixtureReque
     prompts: dict[int, tuple[list[int], SamplingParams]] = {}
     priorities: dict[int, int] = {}
     open_sequences: set[int] = set()
-    passed_over: dict[int, int] = {}  # of those who wait for their first slot
+    passed_over: dict[int, int] = {}  # by waiting request: later ones that began before it
     whole = 0
     while len(prompts) < count or world.loop.has_work:
         # Bursts, and room to drain: the pool is full at times and idle at times.

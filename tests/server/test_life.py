@@ -275,7 +275,7 @@ class Terminal:
     def write(self, text):
         sys.__stderr__.write(text)
         if "ready after" in text:
-            os.kill(os.getpid(), signal.SIGTERM)  # its handler runs here, inside the logging
+            os.kill(os.getpid(), signal.SIGTERM)  # the handler runs here, inside the logging
     def flush(self):
         sys.__stderr__.flush()
 
@@ -304,7 +304,7 @@ def test_workers_die_with_a_killed_supervisor(folder: Path) -> None:
     pids = worker_pids(server.process.pid)
     server.process.kill()
     wait_until(lambda: not any(map(is_alive, pids.values())))
-    assert not list(Path(server.tmp).iterdir())  # its sockets' folder
+    assert not list(Path(server.tmp).iterdir())  # the folder of the sockets is gone
     shutil.rmtree(server.tmp)
 
 

@@ -18,7 +18,7 @@ WEATHER: ToolParam = {
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
 CONTEXT = 640
-GREEDY = {"temperature": 0}  # in the body: newer clients have no such argument
+GREEDY = {"temperature": 0}  # sent in the body, because newer clients have no such argument
 
 
 @pytest.fixture(scope="module")

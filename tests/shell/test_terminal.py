@@ -101,7 +101,7 @@ def test_a_conversation_with_commands(shell: Terminal, tmp_path: Path) -> None:
 def test_ctrl_c_stops_the_answer_at_the_server_and_not_the_program(server: Server, shell: Terminal) -> None:
     shell.ask("/set ignore_eos true")
     shell.prompt()
-    shell.ask("Count from 1 to 9.")  # and on, as far as the context goes
+    shell.ask("Count from 1 to 9.")  # the model counts until the context is full
     shell.expect("1, 2, 3, 4")
     assert server.info()["scheduler-0"]["requests_running"] == 1
     assert not shell.echoes
@@ -202,7 +202,7 @@ def test_after_a_sigterm_to_all_of_a_group_the_shell_ends_and_other_clients_are_
 WITHOUT_PACKAGES = """
 import runpy, sys
 for name in ("prompt_toolkit", "rich", "markdown_it"):
-    sys.modules[name] = None  # as if it were not installed
+    sys.modules[name] = None  # makes the import fail as without the package
 module = sys.argv.pop(1)
 runpy.run_module(module, run_name="__main__")
 """

@@ -70,7 +70,7 @@ def test_of_equals_goes_first_who_has_used_less_time() -> None:
     queue.finish("a0", 2.0)
     queue.add("b", "b", cost=1, chars=20)
     assert take_all(queue) == ["b", "a1", "a2"]
-    queue.add("a3", "a", cost=1, chars=20)  # what it had used is forgotten with its last one
+    queue.add("a3", "a", cost=1, chars=20)  # the client's cost was forgotten with its last entry
     queue.add("c", "c", cost=1, chars=20)
     assert take_all(queue) == ["a3", "c"]
 
@@ -112,7 +112,7 @@ def test_what_nobody_asks_for_any_more_is_not_tried() -> None:
     queue.add("b", "two", cost=1, chars=1)
     queue.remove("a")
     assert queue.next() == "b"
-    queue.remove("b")  # it is under way
+    queue.remove("b")  # it is being compiled
     queue.finish("b", 1.0)
     assert (len(queue), queue.next()) == (0, None)
     queue.add("a", "one", cost=1, chars=MAX_CLIENT_CHARS - ENTRY_CHARS)

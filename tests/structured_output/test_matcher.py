@@ -68,7 +68,7 @@ def test_allowed_ids_that_leave_the_grammar_nothing(drawer: Drawer) -> None:
 def test_a_grammar_that_is_too_complex_excludes_nothing(drawer: Drawer) -> None:
     matcher = start(drawer, LETTERS, allowed_token_ids=tuple(ids_of(drawer, "a")))
     assert matcher.followed is not None
-    matcher.followed.consume_token(drawer.eos)  # which brings it into an error
+    matcher.followed.consume_token(drawer.eos)  # puts llguidance's matcher into its error state
     (c,) = ids_of(drawer, "c")
     assert matcher.advance(c) is Progress.FAILED
 

@@ -252,7 +252,7 @@ def test_what_cannot_be_followed_is_refused_by_the_name_of_its_field(tokenizer: 
         assert schema.value.field == "response_format"
         with pytest.raises(InvalidRequest) as calls:
             check(calls_grammar("hermes", {"f": bad}, parallel=False), end)
-        assert calls.value.field == "structured_outputs"  # which a chat calls tools
+        assert calls.value.field == "structured_outputs"  # the chat API renames it to "tools"
 
 
 @pytest.mark.parametrize(

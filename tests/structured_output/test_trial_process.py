@@ -107,7 +107,7 @@ def test_a_request_that_is_gone_has_its_grammar_not_tried() -> None:
     twice = [validator.check(LETTERS, "a") for _ in range(2)]
     waiting.abandon()
     twice[0].abandon()
-    running.abandon()  # it is under way
+    running.abandon()  # its trial is running
     assert twice[1].result() == LETTERS
     assert not waiting.is_done
     validator.poll()

@@ -180,7 +180,7 @@ def test_logprobs_travel_with_their_ids_while_text_is_held_back() -> None:
     assert piece.prompt_logprobs == [PositionLogprobs(TokenLogprob(x, b"x", -2.0), 9, [])]
 
 
-@pytest.mark.parametrize("kind", sorted(small.KINDS.keys() - {"suffix"}))  # where the space is the first token's
+@pytest.mark.parametrize("kind", sorted(small.KINDS.keys() - {"suffix"}))  # "suffix" ends words with a space
 def test_bytes_of_tokens_make_the_text(kind: str) -> None:
     """Behind a first token: the start of a text may lose a space."""
     tokenizer = small.KINDS[kind]()

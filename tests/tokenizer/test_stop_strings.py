@@ -79,7 +79,7 @@ def test_examples() -> None:
     assert run(("STOP",), ["a ST"]) == (["a ", "ST"], None)
     assert run(("\n\n",), ["x\n", "\n", "y"]) == (["x", ""], "\n\n")
     assert run(("abcd", "bc"), ["xabcd"]) == (["xa"], "bc")  # complete first
-    assert run(("bc", "abc"), ["xabc"]) == (["x"], "abc")  # as soon, and longer
+    assert run(("bc", "abc"), ["xabc"]) == (["x"], "abc")  # both are complete at once: the longer one
     assert run(("世界",), ["hello 世", "界!"]) == (["hello ", ""], "世界")
 
 

@@ -242,7 +242,7 @@ def test_a_tie_is_rounding_and_a_clear_choice_is_not() -> None:
     assert parting.near_tie(limits)
     assert all(position.within(limits) for position in run.positions.values())
 
-    run.tokens[1] = 11  # not even our best: the sampler is wrong
+    run.tokens[1] = 11  # a token that is not even our best: the sampler is wrong
     parting = run.parting(1, expected, theirs)
     assert parting is not None
     assert not parting.is_our_best
