@@ -30,7 +30,7 @@ logging.warning("important")
 """
 
 
-def test_a_stderr_that_nobody_reads_stops_no_process() -> None:
+def test_a_full_stderr_pipe_blocks_no_process() -> None:
     child = subprocess.Popen(
         [sys.executable, "-c", WRITES],
         stdin=subprocess.PIPE,

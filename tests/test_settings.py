@@ -149,7 +149,7 @@ def test_an_unknown_flag_is_refused_with_what_to_do() -> None:
     assert set(named) <= set(known)
 
 
-def test_the_model_may_stand_bare_behind_serve() -> None:
+def test_serve_takes_the_model_as_a_positional_argument() -> None:
     assert parse_args(["serve"])[0].source.model == "demo"
     assert parse_args(["serve", "--tp", "2", "owner/name"])[0].source.model == "owner/name"
     assert parse_args(["serve", "--model", "owner/name"])[0].source.model == "owner/name"
@@ -176,7 +176,7 @@ class Example(Settings, frozen=True, kw_only=True):
     pair: Annotated[str, Setting("a pair", values={"one": "1"})] = ""
 
 
-def test_what_a_declaration_says() -> None:
+def test_declarations_read_check_and_describe_values() -> None:
     size, form, share, few, pair = declarations(Example)
     assert (size.flags, size.keyword, size.kind, size.choices) == (("--size",), "how_large", int, ())
     assert pair.read("ONE,three") == "1,three"

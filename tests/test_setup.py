@@ -50,7 +50,7 @@ def test_the_extra_that_was_asked_for_is_there(tmp_path: Path, before: str | Non
     assert all(call.endswith(f"-e .[{asked}]" if asked else "-e .") for call in calls)
 
 
-def test_it_shows_what_it_does_and_fails_as_pip_does(tmp_path: Path) -> None:
+def test_setup_prints_its_steps_and_fails_with_pip(tmp_path: Path) -> None:
     for name in ("scripts/setup", "pyproject.toml", "constraints.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(REPOSITORY / name, tmp_path / name)

@@ -56,7 +56,7 @@ def test_every_route_wants_a_key_but_the_open_ones(start_server: Callable[..., R
     assert not server.engine.of_type(Generate)
 
 
-def test_a_worker_is_told_who_asks_but_no_key(start_server: Callable[..., RunningServer]) -> None:
+def test_messages_name_the_client_without_its_key(start_server: Callable[..., RunningServer]) -> None:
     """So that clients can take turns where work is expensive."""
     server = start_server(api_keys=("first-secret", "second-secret"))
     for key in ("first-secret", "second-secret", "first-secret"):
@@ -98,7 +98,7 @@ def test_any_of_the_keys_opens(start_server: Callable[..., RunningServer]) -> No
         server.sdk.models.list()
 
 
-def test_keys_are_shown_to_nobody(start_server: Callable[..., RunningServer]) -> None:
+def test_keys_do_not_appear_in_server_info(start_server: Callable[..., RunningServer]) -> None:
     server = start_server(api_keys=("very-secret",))
     info = server.get("/server_info", headers=bearer("very-secret"))
     assert info.status_code == 200
@@ -143,7 +143,7 @@ def test_bad_flags(changes: dict[str, object], says: str) -> None:
         HttpConfig(**changes).validate()  # type: ignore[arg-type]
 
 
-def test_cors(start_server: Callable[..., RunningServer]) -> None:
+def test_allowed_origins_get_cors_headers(start_server: Callable[..., RunningServer]) -> None:
     server = start_server(allowed_origins=("https://page.example",), api_keys=("key",))
     ask = {"origin": "https://page.example", "access-control-request-method": "POST"}
     preflight = httpx.options(server.url + CHAT, headers={**ask, "access-control-request-headers": "authorization"})
@@ -184,7 +184,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return key, certificate
 
 
-def test_tls(start_server: Callable[..., RunningServer], certificate: tuple[str, str]) -> None:
+def test_tls_serves_streams(start_server: Callable[..., RunningServer], certificate: tuple[str, str]) -> None:
     key, cert = certificate
     server = start_server(ssl_keyfile=key, ssl_certfile=cert)
     context = ssl.create_default_context(cafile=cert)
@@ -226,7 +226,7 @@ EARLY = b"POST /nope HTTP/1.1\r\nhost: localhost\r\n%b\r\n\r\n"  # answered what
 LENGTH, CHUNKED = EARLY % b"content-length: 9", EARLY % b"transfer-encoding: chunked"
 
 
-def test_after_an_answer_nobody_is_waited_for_without_end(start_server: Callable[..., RunningServer]) -> None:
+def test_the_receive_timeout_applies_after_an_answer(start_server: Callable[..., RunningServer]) -> None:
     """Neither for the rest of a body that was not read, nor for a head that has begun."""
     server = start_server(receive_timeout=1.0)
     clients = []
@@ -257,7 +257,7 @@ def test_after_a_body_that_was_not_read(
     assert client.read_all() == b""
 
 
-def test_a_head_that_never_ends_behind_a_request(start_server: Callable[..., RunningServer]) -> None:
+def test_an_endless_head_after_a_request(start_server: Callable[..., RunningServer]) -> None:
     """It does not end the answer that is being given, and is waited for from then on."""
     client = RawClient(start_server(receive_timeout=1.0, tick=0.1).port)
     data = json.dumps({"prompt": "x", "stream": True, "max_tokens": 20}).encode()
@@ -268,7 +268,7 @@ def test_a_head_that_never_ends_behind_a_request(start_server: Callable[..., Run
 
 
 @pytest.mark.parametrize("sent", [b"hello\r\n\r\n", b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: x\r\n\r\n"])
-def test_what_is_no_http(server: RunningServer, sent: bytes) -> None:
+def test_bytes_that_are_not_http_are_answered_400(server: RunningServer, sent: bytes) -> None:
     client = RawClient(server.port)
     client.socket.sendall(sent)
     head, _, body = client.read_all().partition(b"\r\n\r\n")

@@ -54,7 +54,7 @@ def test_a_stream_has_its_line_when_it_ends(server: RunningServer, caplog: pytes
     assert lines(caplog, 1) == [f"127.0.0.1 POST {CHAT} 200"]
 
 
-def test_a_client_that_leaves_early_is_told_apart(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_leaves_early_is_logged_as_499(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, LOGGER)
     client = RawClient(server.port)
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nexpect: 100-continue\r\ncontent-length: 100\r\n\r\n"
@@ -82,7 +82,9 @@ def test_probes_are_logged_as_debug_alone(server: RunningServer, caplog: pytest.
     assert lines(caplog, 0) == []
 
 
-def test_it_can_be_off(start_server: Callable[..., RunningServer], caplog: pytest.LogCaptureFixture) -> None:
+def test_the_access_log_can_be_disabled(
+    start_server: Callable[..., RunningServer], caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.DEBUG, LOGGER)
     assert AccessLogMiddleware not in [layer.cls for layer in middleware_stack(make_config(shell=True), Drain())]
     server = start_server(access_log=False)

@@ -59,7 +59,7 @@ def test_a_foreign_web_page_gets_nothing_done(server: RunningServer, path: str, 
     assert not [message for _, message in server.engine.received if isinstance(message, DONE)]
 
 
-def test_what_changes_nothing_is_open_to_pages(server: RunningServer) -> None:
+def test_pages_may_send_requests_that_change_nothing(server: RunningServer) -> None:
     """They cannot read it, unless CORS allows that."""
     for path in ("/health", "/v1/models", "/metrics"):
         assert server.get(path, headers=PAGE).status_code == 200
@@ -68,7 +68,7 @@ def test_what_changes_nothing_is_open_to_pages(server: RunningServer) -> None:
 @pytest.mark.parametrize(
     "headers", [{}, {"sec-fetch-site": "none"}, {"sec-fetch-site": "same-origin"}, {"origin": "same"}], ids=str
 )
-def test_who_is_no_foreign_page_is_served(server: RunningServer, headers: dict[str, str]) -> None:
+def test_requests_that_come_from_no_foreign_page_are_served(server: RunningServer, headers: dict[str, str]) -> None:
     if headers.get("origin") == "same":
         headers = {"origin": server.url, "sec-fetch-site": "same-origin"}
     assert server.post(CHAT, json=HELLO, headers=headers).status_code == 200
@@ -116,7 +116,7 @@ def test_another_name_of_a_loopback_address_is_refused(server: RunningServer, ho
 @pytest.mark.parametrize(
     "host", ["localhost", "LOCALHOST.:80", "127.0.0.1:9", "127.1.2.3", "[::1]", "[::1]:1919", "10.0.0.5"]
 )
-def test_localhost_and_addresses_are_nobody_elses_names(server: RunningServer, host: str) -> None:
+def test_localhost_and_ip_addresses_are_allowed_hosts(server: RunningServer, host: str) -> None:
     assert server.get("/v1/models", headers={"host": host}).status_code == 200
 
 
@@ -165,7 +165,7 @@ def test_the_admin_key_alone_opens_the_control_routes(
     assert '"admin_api_key":"***"' in info.text
 
 
-def test_where_the_admin_key_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_admin_key_comes_from_the_flag_or_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_args([])[0].http.admin_api_key is None
     monkeypatch.setenv("MINISGL_ADMIN_API_KEY", "one")
     assert parse_args([])[0].http.admin_api_key == "one"

@@ -235,7 +235,7 @@ def test_verbosity_is_the_chat_templates(server: RunningServer) -> None:
     assert server.post(PATH, json=chat(modalities=["text", "audio"])).status_code == 400
 
 
-def test_the_service_tier_is_told_again(server: RunningServer) -> None:
+def test_the_service_tier_is_repeated_in_the_answer(server: RunningServer) -> None:
     whole = server.sdk.chat.completions.create(**chat(service_tier="flex"))
     assert whole.service_tier == "flex"
     asked = chat(service_tier="flex", stream=True, stream_options={"include_usage": True})
@@ -244,7 +244,7 @@ def test_the_service_tier_is_told_again(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/moderations", "/v1/files"])
-def test_routes_of_openai_that_are_not_here_are_told_in_its_shape(server: RunningServer, path: str) -> None:
+def test_missing_openai_routes_are_answered_in_its_shape(server: RunningServer, path: str) -> None:
     response = server.post(path, json={"input": "x"})
     assert response.status_code == 404
     assert response.json()["error"]["type"] == "invalid_request_error"

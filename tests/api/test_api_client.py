@@ -68,7 +68,7 @@ class Reader:
         return taken
 
 
-def test_a_reader_is_given_what_comes_at_once_and_when_it_is_behind_one_delta_a_choice() -> None:
+def test_a_slow_reader_gets_one_merged_delta_per_choice() -> None:
     async def main() -> None:
         client, _ = make()
         with client.open(job(n=2)) as request:
@@ -220,7 +220,7 @@ def test_a_failed_send_leaves_nothing() -> None:
     assert idle(client)
 
 
-def test_admission_counts_answers_that_nobody_has_read() -> None:
+def test_admission_counts_unread_answers() -> None:
     """Memory is bounded even if clients do not read and the engine is quick."""
     client, _ = make(max_sequences=2)
     with client.open(job(n=2)) as request:
@@ -309,7 +309,7 @@ def test_many_prompts_are_sent_in_many_turns() -> None:
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_what_is_not_sent_when_a_request_ends_is_never_sent(leaves: bool) -> None:
+def test_unsent_prompts_of_an_ended_request_are_never_sent(leaves: bool) -> None:
     async def main() -> None:
         client, (outbox,) = make(max_sequences=10_000)
         with client.open(job(*["hello"] * 1000), ["name"]) as request:

@@ -59,7 +59,7 @@ def test_a_prompt_in_a_list_gets_the_seeds_it_gets_alone(server: RunningServer) 
     assert first != second, "without a seed, equal prompts are drawn apart"
 
 
-def test_priority_goes_with_the_request(server: RunningServer) -> None:
+def test_priority_reaches_the_scheduler(server: RunningServer) -> None:
     assert server.post(PATH, json={"prompt": "one", "priority": 5}).status_code == 200
     assert server.engine.of_type(Generate)[-1].priority == 5
     error = server.post(PATH, json={"prompt": "one", "priority": 5000}).json()["error"]
@@ -73,7 +73,7 @@ def test_default_is_16_tokens(server: RunningServer) -> None:
     assert completion.usage.completion_tokens == 16
 
 
-def test_echo(server: RunningServer) -> None:
+def test_echo_prepends_the_prompt(server: RunningServer) -> None:
     request: dict[str, Any] = {"model": MODEL, "prompt": ["one", "two"], "max_tokens": 3, "echo": True}
     texts = [choice.text for choice in server.sdk.completions.create(**request).choices]
     assert texts == ["one" + answer("one", 0, 3), "two" + answer("two", 0, 3)]
@@ -109,7 +109,7 @@ def test_best_of_that_equals_n(server: RunningServer) -> None:
     assert server.post(PATH, json={"prompt": "one", "n": 2, "best_of": 2}).status_code == 200
 
 
-def test_generate(server: RunningServer) -> None:
+def test_generate_answers_in_its_own_format(server: RunningServer) -> None:
     body = server.post("/generate", json={"prompt": "one two", "max_tokens": 3}).json()
     assert body.pop("id")
     assert body == {

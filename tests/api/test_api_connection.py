@@ -111,7 +111,7 @@ def test_requests_cut_anywhere(cuts: set[int]) -> None:
 
 @settings(deadline=None)
 @given(st.integers(1, len(SENT[3][0])))
-def test_what_comes_before_the_answer_is_never_read(length: int) -> None:
+def test_bytes_sent_before_an_answer_are_never_read(length: int) -> None:
     """Neither as a request nor as what is wrong, and the connection closes behind the answer."""
     for early in (SENT[3][0][:length], b"hello\r\n\r\n"[:length], b"\r\nGET"[:length] + b"a" * 2 * MAX_HEAD_BYTES):
         requests, wire = asyncio.run(send_all([SENT[4][0] + early, b"x" * 100, *[sent for sent, _ in SENT]]))

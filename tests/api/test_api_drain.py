@@ -68,7 +68,7 @@ def test_a_drain_refuses_what_comes_and_answers_what_was_there(start_server: Sta
     assert server.drained.wait(60)
 
 
-def test_a_drain_closes_connections_behind_their_answers_only(start_server: Start) -> None:
+def test_a_drain_closes_connections_only_after_their_answers(start_server: Start) -> None:
     """A connection that is closed while a request is on its way costs that request an answer."""
     server = start_server()
     client = RawClient(server.port)

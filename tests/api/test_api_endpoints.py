@@ -46,7 +46,7 @@ def test_sglangs_model_info(server: RunningServer) -> None:
 # --- tokens ---
 
 
-def test_tokenize(server: RunningServer) -> None:
+def test_tokenize_returns_ids(server: RunningServer) -> None:
     body = server.post("/tokenize", json={"model": MODEL, "prompt": "a bb ccc"}).json()
     assert body == {"count": 3, "max_model_len": 4096, "tokens": [1, 2, 3], "token_strs": None}
     body = server.post("/tokenize", json={"prompt": "a bb", "return_token_strs": True}).json()
@@ -117,7 +117,7 @@ def test_a_tokenizer_that_is_silent(server: RunningServer, monkeypatch: pytest.M
     assert response.headers["retry-after"]
 
 
-def test_detokenize(server: RunningServer) -> None:
+def test_detokenize_returns_text(server: RunningServer) -> None:
     assert server.post("/detokenize", json={"tokens": [1, 3]}).json() == {"prompt": "x xxx"}
     for tokens in ([-1], [1000], [True], ["a"], 5, [10**29]):
         response = server.post("/detokenize", json={"tokens": tokens})

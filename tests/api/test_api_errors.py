@@ -248,7 +248,7 @@ def test_bad_generate(server: RunningServer, change: dict[str, Any], param: str)
     check_error(server.post("/generate", json={"prompt": "hello", **change}), 400, param)
 
 
-def test_what_the_operator_allows(start_server: Callable[..., RunningServer]) -> None:
+def test_limits_of_the_operator_are_enforced(start_server: Callable[..., RunningServer]) -> None:
     server = start_server(max_choices=2, max_stop_strings=1, max_logprobs=3)
     for path, change, param in (
         (CHAT, {"n": 3}, "n"),
@@ -353,7 +353,7 @@ def test_unknown_routes_and_methods(server: RunningServer) -> None:
     assert response.headers["allow"] == "DELETE, GET, HEAD"
 
 
-def test_what_a_retry_cannot_help_is_not_retried(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_do_not_retry_permanent_errors(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """openai's client repeats a request after most errors of the server, unless it is told not to."""
     calls = []
 

@@ -82,7 +82,9 @@ SAMPLING: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize(("fields", "expected"), SAMPLING, ids=lambda value: str(value)[:60])
-def test_sampling(server: RunningServer, path: str, fields: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_sampling_fields_reach_the_scheduler(
+    server: RunningServer, path: str, fields: dict[str, Any], expected: dict[str, Any]
+) -> None:
     plain = sent(server, path).sampling
     changed = sent(server, path, **fields).sampling
     names = SamplingParams.__struct_fields__
@@ -92,7 +94,7 @@ def test_sampling(server: RunningServer, path: str, fields: dict[str, Any], expe
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_the_rest(server: RunningServer, path: str) -> None:
+def test_text_and_queue_fields_reach_the_tokenizer(server: RunningServer, path: str) -> None:
     plain = TextOptions(continues=path != ROUTES[0])  # completions continue the prompt's text; chats do not
     assert sent(server, path, skip_special_tokens=False).text == msgspec.structs.replace(
         plain, skip_special_tokens=False
@@ -178,7 +180,7 @@ def test_the_models_defaults_stand_for_what_is_left_out(recommended: RunningServ
     assert (chosen.top_k, chosen.min_p) == (20, 0.01)
 
 
-def test_the_models_defaults_stand_over_those_of_sglang(recommended: RunningServer) -> None:
+def test_defaults_of_the_model_override_defaults_of_sglang(recommended: RunningServer) -> None:
     before = len(recommended.engine.of_type(Generate))
     recommended.post("/generate", json={"text": "hi", "sampling_params": {"top_k": 7}})
     sampling = recommended.engine.wait_for(Generate, before + 1)[-1].sampling

@@ -128,6 +128,6 @@ def test_a_conversation_with_calls(hermes: RunningServer) -> None:
         ),
     ],
 )
-def test_what_is_wrong(server: RunningServer, change: dict[str, Any], param: str) -> None:
+def test_wrong_fields_are_named(server: RunningServer, change: dict[str, Any], param: str) -> None:
     response = server.post(PATH, json=say("x", **change))
     assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text

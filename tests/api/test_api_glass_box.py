@@ -57,7 +57,7 @@ def test_the_page_can_be_left_out(start_server: Callable[..., RunningServer]) ->
     assert STATE not in server.get("/openapi.json").json()["paths"]
 
 
-def test_the_engine_is_asked_only_when_somebody_looks_and_not_for_each(server: RunningServer) -> None:
+def test_many_viewers_share_one_inspection_of_the_engine(server: RunningServer) -> None:
     server.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
     server.get("/metrics")
     server.get("/")

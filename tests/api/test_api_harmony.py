@@ -56,7 +56,7 @@ def test_chat_completions(server: RunningServer) -> None:
     assert not any(delta.get("content") for delta in deltas)
 
 
-def test_responses(server: RunningServer) -> None:
+def test_items_of_the_responses_api(server: RunningServer) -> None:
     tool = {"type": "function", "name": "f", "parameters": SCHEMA, "strict": False}
     body = {"model": MODEL, "tools": [tool], "reasoning": {"effort": "low"}}
     found = post(server, "/v1/responses", body | {"input": said(*THOUGHT, *FINAL)})
@@ -67,7 +67,7 @@ def test_responses(server: RunningServer) -> None:
     assert (found["output"][1]["name"], found["output"][1]["arguments"]) == ("f", '{"a": 1}')
 
 
-def test_messages(server: RunningServer) -> None:
+def test_blocks_of_the_messages_api(server: RunningServer) -> None:
     body: dict[str, Any] = {"model": MODEL, "max_tokens": 64, "tools": [{"name": "f", "input_schema": SCHEMA}]}
     for texts, kinds in ((THOUGHT + FINAL, ["thinking", "text"]), (THOUGHT + CALL, ["thinking", "tool_use"])):
         found = post(server, "/v1/messages", body | {"messages": [{"role": "user", "content": said(*texts)}]})

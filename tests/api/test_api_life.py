@@ -274,7 +274,7 @@ def test_too_many_sequences(start_server: Callable[..., RunningServer]) -> None:
     assert (never.status_code, never.json()["error"]["param"]) == (400, "n")
 
 
-def test_slow_client_gets_merged_events_and_blocks_nobody(server: RunningServer) -> None:
+def test_a_slow_client_gets_merged_events_and_blocks_no_other(server: RunningServer) -> None:
     """The tokens of a client that does not read wait as one delta, and it gets all of them in the end."""
     slow = RawClient(server.port, receive_buffer=2**16)
     num_tokens = 160

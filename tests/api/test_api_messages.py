@@ -373,7 +373,7 @@ def test_a_call_that_is_cut_short_has_what_came(qwen: RunningServer) -> None:
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
     ],
 )
-def test_what_is_wrong_is_named(server: RunningServer, change: dict[str, Any], names: str) -> None:
+def test_wrong_fields_are_named(server: RunningServer, change: dict[str, Any], names: str) -> None:
     kind, message = error(server, HELLO | change)
     assert kind == "invalid_request_error"
     assert names in message
@@ -405,7 +405,7 @@ def test_errors_of_every_origin_have_anthropics_shape(server: RunningServer) -> 
     assert "error" in server.post("/v1/chat/completions", json={}).json().keys() - {"type"}
 
 
-def test_what_cannot_be_read_is_answered_in_anthropics_shape(server: RunningServer) -> None:
+def test_malformed_http_is_answered_in_anthropics_shape(server: RunningServer) -> None:
     client = RawClient(server.port)
     client.socket.sendall(b"POST /v1/messages HTTP/1.1\r\nhost: x y\r\n\r\n")
     head, _, body = client.read_all().partition(b"\r\n\r\n")

@@ -32,7 +32,7 @@ def refusal(answer: httpx.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["param"]
 
 
-def test_embeddings(start_server: Start) -> None:
+def test_embeddings_in_every_encoding(start_server: Start) -> None:
     server = start_server(pooling=EMBEDDER)
     answer = server.post("/v1/embeddings", json={"input": ["vector 3 4 0 0", "vector 0 0 0 2"]}).json()
     assert answer["object"] == "list"
@@ -63,7 +63,7 @@ def test_a_reranker(start_server: Start) -> None:
     assert [(one.prompt.query, one.truncate, one.sampling.max_tokens) for one in sent] == [("a", 9, 0), ("b", 9, 0)]
 
 
-def test_classes(start_server: Start) -> None:
+def test_classes_and_their_probabilities(start_server: Start) -> None:
     server = start_server(pooling=CLASSIFIER)
     (found,) = server.post("/classify", json={"input": "vector 0 1 3"}).json()["data"]
     total = 1 + math.e + math.e**3
@@ -73,7 +73,7 @@ def test_classes(start_server: Start) -> None:
     assert refusal(server.post("/pooling", json={"input": "vector 0 1 3", "task": "embed"})) == (400, "task")
 
 
-def test_what_is_wrong_is_named(start_server: Start) -> None:
+def test_wrong_fields_are_named(start_server: Start) -> None:
     server = start_server(pooling=EMBEDDER)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"input": []}, "input"),
@@ -101,7 +101,7 @@ def test_what_is_wrong_is_named(start_server: Start) -> None:
     assert [refusal(server.post("/score", json=body)) for body, _ in scores] == [(400, name) for _, name in scores]
 
 
-def test_what_is_not_a_rerankers(start_server: Start) -> None:
+def test_a_reranker_limits_documents_and_makes_no_embeddings(start_server: Start) -> None:
     reranker = start_server(pooling=RERANKER)
     large = {"query": "q" * 20_000, "documents": ["d"] * 1000}
     assert refusal(reranker.post("/rerank", json=large)) == (400, "documents")

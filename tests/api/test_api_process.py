@@ -104,7 +104,7 @@ def process(tmp_path: Path, engine: FakeEngine) -> Iterator[Process]:
     process.kill()
 
 
-def test_it_serves_when_all_are_ready(process: Process) -> None:
+def test_the_process_serves_once_all_workers_are_ready(process: Process) -> None:
     with socket.socket() as client, pytest.raises(ConnectionRefusedError):
         client.connect(("127.0.0.1", process.port))
     process.serve()
@@ -154,7 +154,7 @@ def test_a_drain_says_when_all_are_answered(process: Process, engine: FakeEngine
     assert process.end() == 0
 
 
-def test_it_ends_with_its_parent(process: Process) -> None:
+def test_the_process_ends_with_its_parent(process: Process) -> None:
     process.serve()
     RawClient(process.port).post("/v1/completions", STREAM)
     process.pipe.close()

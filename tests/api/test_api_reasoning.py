@@ -83,7 +83,7 @@ def test_thought_is_streamed(qwen: RunningServer) -> None:
         ("assistant\n", THOUGHT[7:], None, "Hello you."),
     ],
 )
-def test_where_the_prompt_ends(
+def test_the_end_of_the_prompt_tells_whether_a_thought_is_open(
     qwen: RunningServer, prompt_end: str, texts: list[str], reasoning: str | None, content: str
 ) -> None:
     found = message(qwen, say(*texts, prompt_end=prompt_end))
@@ -175,7 +175,7 @@ def test_role_of_an_answer_without_generation_prompt(server: RunningServer) -> N
     assert message(server, say("x", add_generation_prompt=False))["role"] == "user"
 
 
-def test_echo(qwen: RunningServer) -> None:
+def test_echo_returns_the_continued_text(qwen: RunningServer) -> None:
     begun = say(*"!?")["messages"][0]["content"]
     body = {
         "model": MODEL,
@@ -202,7 +202,7 @@ def test_continued_thought(qwen: RunningServer) -> None:
     assert continued("m.", "</think>", "Hi", "<think>") == ("m.", "Hi<think>")  # the last of these is open
 
 
-def test_logprobs(qwen: RunningServer) -> None:
+def test_logprobs_cover_thoughts_and_markers(qwen: RunningServer) -> None:
     """Every token's, in order, whatever of it is text, thought or marker; in a stream with the chunks."""
     body = say(*THOUGHT, logprobs=True, top_logprobs=2)
     whole = qwen.sdk.chat.completions.create(**_for_sdk(body))

@@ -31,7 +31,7 @@ HELLO = [{"role": "user", "content": "hello"}]
         ("/generate", {"prompt": [10**12]}, "prompt.0"),
     ],
 )
-def test_what_ended_a_process_elsewhere_is_refused_here(
+def test_requests_that_crash_other_servers_are_refused(
     server: RunningServer, path: str, body: dict[str, Any], param: str
 ) -> None:
     response = server.post(path, json=body)

@@ -111,7 +111,7 @@ def test_a_response_belongs_to_its_key(server: RunningServer) -> None:
         ours.responses.retrieve(response.id)
 
 
-def test_what_is_not_to_be_kept_is_not(server: RunningServer, file: Path) -> None:
+def test_store_false_keeps_nothing(server: RunningServer, file: Path) -> None:
     response = client(server).responses.create(**say("secret"), store=False)
     with pytest.raises(openai.NotFoundError):
         client(server).responses.retrieve(response.id)
@@ -119,7 +119,7 @@ def test_what_is_not_to_be_kept_is_not(server: RunningServer, file: Path) -> Non
     assert {path.stat().st_mode & 0o777 for path in file.parent.glob("responses.db*")} == {0o600}
 
 
-def test_a_slow_disk_holds_up_nobody_else(server: RunningServer, file: Path) -> None:
+def test_a_slow_disk_delays_no_other_request(server: RunningServer, file: Path) -> None:
     """While another process has locked the file, a response waits for it, and chats are answered."""
     with sqlite3.connect(file, isolation_level=None) as other:
         other.execute("BEGIN EXCLUSIVE")

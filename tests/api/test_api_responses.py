@@ -187,7 +187,7 @@ def test_an_answer_of_nothing_is_an_empty_message(hermes: RunningServer) -> None
     assert [item["type"] for item in answer(hermes, **say(*THOUGHT))["output"]] == ["reasoning", "message"]
 
 
-def test_what_fails_on_the_way_ends_the_stream_as_failed(server: RunningServer) -> None:
+def test_a_failed_request_ends_its_stream_as_failed(server: RunningServer) -> None:
     with server.stream(PATH, json={"input": "hold", "stream": True}) as response:
         (generate,) = server.engine.wait_for(Generate)
         server.engine.say(OutputDeltas([OutputDelta(generate.seq_ids[0], pack_ids([1]), "some text")]))
@@ -202,7 +202,7 @@ def test_what_fails_on_the_way_ends_the_stream_as_failed(server: RunningServer) 
     assert server.post(PATH, json={"input": "fail"}).status_code == 500
 
 
-def test_what_the_tokenizer_refuses_is_named_as_the_client_wrote_it(server: RunningServer) -> None:
+def test_refusals_of_the_tokenizer_use_the_clients_field_names(server: RunningServer) -> None:
     for stream in (False, True):
         field, message = refusal(server, input="refuse", max_output_tokens=9, stream=stream)
         assert field == "max_output_tokens"
@@ -406,7 +406,7 @@ def test_effort_and_sampling_reach_the_engine(server: RunningServer) -> None:
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0"),
     ],
 )
-def test_what_is_not_there_is_refused_by_name(server: RunningServer, fields: dict[str, Any], field: str) -> None:
+def test_unsupported_fields_are_refused_by_name(server: RunningServer, fields: dict[str, Any], field: str) -> None:
     named, message = refusal(server, **fields)
     assert named == field
     assert ("--response-store" in message) == (field in ("previous_response_id", "input.0"))

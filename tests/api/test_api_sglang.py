@@ -22,7 +22,7 @@ def generate(server: RunningServer, **body: Any) -> dict[str, Any]:
     return response.json()  # type: ignore[no-any-return]
 
 
-def test_answer(server: RunningServer) -> None:
+def test_answers_have_sglangs_format(server: RunningServer) -> None:
     body = generate(server, sampling_params={"max_new_tokens": 3}, rid="mine")
     assert body.keys() == {"text", "output_ids", "meta_info"}
     assert (body["text"], body["output_ids"]) == (answer("one two", 0, 3), [0, 1, 2])
@@ -95,7 +95,7 @@ def test_defaults_and_ids(server: RunningServer) -> None:
     assert (sent.sampling.max_tokens, sent.sampling.temperature, sent.sampling.logprobs) == (128, 1.0, None)
 
 
-def test_logprobs(server: RunningServer) -> None:
+def test_logprobs_have_sglangs_format(server: RunningServer) -> None:
     params = {"max_new_tokens": 2}
     meta = generate(server, sampling_params=params, return_logprob=True)["meta_info"]
     assert meta["output_token_logprobs"] == [[-1.0, 0, None], [-1.0, 1, None]]

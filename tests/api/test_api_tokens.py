@@ -43,7 +43,7 @@ def test_the_likeliest_answer_is_not_the_shortest() -> None:
     assert mean_logprob([]) == LOWEST
 
 
-def test_logprobs(server: RunningServer) -> None:
+def test_logprobs_of_a_completion(server: RunningServer) -> None:
     (choice,) = complete(server, logprobs=2)["choices"]
     logprobs = choice["logprobs"]
     assert logprobs["tokens"] == words()

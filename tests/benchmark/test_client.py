@@ -164,7 +164,7 @@ def test_a_load_ends_when_requests_that_run_are_lost():
     assert [record.index for record in done.cut] == [0, 1, 2]
 
 
-def test_addresses():
+def test_addresses_and_paths_of_base_urls():
     assert Target("https://example.org", "m").address == ("example.org", 443, True)
     assert Target("http://127.0.0.1:1919", "m").address == ("127.0.0.1", 1919, False)
     with pytest.raises(ValueError, match="address"):

@@ -123,7 +123,7 @@ def test_requests_that_were_never_sent_are_missed():
     assert judge(summarize(failed, RULES.slo), RULES) is Verdict.MISSED
 
 
-def test_what_a_search_says():
+def test_a_search_reports_its_best_rate():
     held = Probe(2.0, None, Verdict.HELD, summarize(records(9), RULES.slo), False, 0.0, 9.0, 0.1, 0.2, 0, [])
     missed = replace(held, rate=3.0, verdict=Verdict.MISSED)
     search = Search("server", "poisson", 1, RULES, [held, missed])

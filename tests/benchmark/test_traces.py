@@ -21,7 +21,7 @@ TIMESTAMP,ContextTokens,GeneratedTokens
 """
 
 
-def test_mooncake(tmp_path: Path):
+def test_mooncake_traces_are_read(tmp_path: Path):
     file = tmp_path / "trace.jsonl"
     file.write_text(MOONCAKE)
     rows = read_trace(file)
@@ -31,7 +31,7 @@ def test_mooncake(tmp_path: Path):
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
-def test_azure(tmp_path: Path, newline: str):
+def test_azure_traces_are_read(tmp_path: Path, newline: str):
     file = tmp_path / "trace.csv"
     file.write_text(AZURE, newline=newline)
     rows = read_trace(file)

@@ -71,7 +71,7 @@ def test_lengths_have_their_means():
     ("wanted", "fits"),
     [((10, 5), (10, 5)), ((95, 5), (95, 5)), ((96, 5), (95, 5)), ((500, 80), (50, 50)), ((1, 500), (1, 50))],
 )
-def test_what_is_too_long_is_cut(wanted: tuple[int, int], fits: tuple[int, int]):
+def test_lengths_are_cut_to_the_context(wanted: tuple[int, int], fits: tuple[int, int]):
     assert fit_context(*wanted, 100) == fits
 
 

@@ -85,7 +85,7 @@ def test_a_parsed_message_is_put_together_again():
     assert case.check(message_text(message))
 
 
-def test_what_is_learned():
+def test_loss_covers_the_answers_tokens():
     """The final answer whole; earlier answers without their first token, before which a thought may come."""
     messages = [
         {"role": "user", "content": "a"},

@@ -30,7 +30,7 @@ def render():
     return render
 
 
-def test_plain(render):
+def test_plain_messages(render):
     assert render(("system", "Be brief."), ("user", "Hi")) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n" + NO_THOUGHT
     )

@@ -39,7 +39,7 @@ def test_muon_updates_are_nearly_orthogonal(shape):
     assert values.max() < 1.4
 
 
-def test_schedules():
+def test_schedules_of_context_and_learning_rate():
     assert longest_context(0.0) < longest_context(0.2) < longest_context(1.0) == 2000
     assert learning_rate_share(0.0) < 0.2 < learning_rate_share(0.2) == 1.0 > learning_rate_share(0.9) > 0.0
     assert learning_rate_share(1.0) == 0.0

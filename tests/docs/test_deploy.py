@@ -58,7 +58,7 @@ def test_an_image_starts_the_server_for_all_addresses(file: str) -> None:
 
 
 @pytest.mark.parametrize("file", DOCKERFILES)
-def test_what_an_image_copies_is_there_and_enough(file: str) -> None:
+def test_copied_files_exist_and_suffice(file: str) -> None:
     copied = [shlex.split(rest)[:-1] for name, rest in steps(file) if name == "COPY" and "--from" not in rest]
     sources = {source for words in copied for source in words}
     assert [source for source in sources if not (ROOT / source).exists()] == []

@@ -114,7 +114,7 @@ def unknown_names(page: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_a_page_mentions_exists(page: Path) -> None:
+def test_mentioned_names_and_files_exist(page: Path) -> None:
     found = {"links": [*broken_links(page)], "files": [*missing_files(page)], "modules": [*missing_modules(page)]}
     assert found == {"links": [], "files": [], "modules": []}
 

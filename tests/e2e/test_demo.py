@@ -75,7 +75,7 @@ def cases(request: pytest.FixtureRequest) -> list[Case]:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_scores(setting: str, cases: list[Case]) -> None:
+def test_scores_under_every_setting(setting: str, cases: list[Case]) -> None:
     with Server("--model", "demo", *SETTINGS[setting]) as server:
         answers, _ = ask_all(server, cases)
         server.wait_idle()

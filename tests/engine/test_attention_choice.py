@@ -115,7 +115,7 @@ def test_flash_attention_3_is_not_trusted_with_windows_on_8x() -> None:
     assert "window" not in (CANDIDATES["fa"].unsupported(SMALL, AMPERE) or "")
 
 
-def test_what_a_backend_has_no_kernels_for() -> None:
+def test_backends_name_what_they_have_no_kernels_for() -> None:
     fa, fi = CANDIDATES["fa"], CANDIDATES["fi"]
     assert "not 10.0" in (fa.unsupported(SMALL, BLACKWELL) or "")
     assert "float32" in (fa.unsupported(replace(SMALL, dtype=torch.float32), HOPPER) or "")
@@ -159,7 +159,7 @@ def test_a_part_of_a_namespace_that_is_absent_is_not_installed(tmp_path: Path, m
     assert import_error("shared_namespace.bindings", "shared-bindings", "cuda") is None
 
 
-def test_an_import_that_fails_without_a_word_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_that_fails_without_a_message_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mute_package.py").write_text("raise ImportError")
     monkeypatch.syspath_prepend(tmp_path)
     assert import_error("mute_package", "mute", "fi") == "the package mute does not load: ImportError"

@@ -119,7 +119,7 @@ def test_threads_are_limited_in_steps_alone_and_come_back() -> None:
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_threads_come_back_behind_a_step_that_fails() -> None:
+def test_threads_are_restored_after_a_failed_step() -> None:
     threads = StepThreads()
     threads.policy.single = True
     with pytest.raises(RuntimeError, match="step"), threads:
@@ -133,7 +133,7 @@ def test_all_threads_where_the_system_tells_nothing() -> None:
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_what_threads_do_between_steps_does_not_count() -> None:
+def test_waiting_between_steps_does_not_count() -> None:
     waited = itertools.count(step=10**12)
     threads = StepThreads(lambda: {1: next(waited)})
     for _ in range(3):

@@ -57,7 +57,7 @@ def test_rows_and_reads(rows: list[tuple[int, int, bool]], data: st.DataObject) 
 
 
 @given(ROWS, st.integers(0, 70), st.integers(0, 5))
-def test_padding(rows: list[tuple[int, int, bool]], more_tokens: int, more_rows: int) -> None:
+def test_padding_uses_scratch_slots(rows: list[tuple[int, int, bool]], more_tokens: int, more_rows: int) -> None:
     host = step_inputs(batch_of(rows))
     tokens, count = len(host.token_slots), len(rows)
     padded = pad_inputs(host, tokens + more_tokens, count + more_rows, SCRATCH, MAX_SEQ_LEN)

@@ -99,7 +99,7 @@ def test_attention_is_that_over_the_stored_values(
     assert torch.equal(have, want)
 
 
-def test_who_cannot_read_it_says_so() -> None:
+def test_a_backend_without_fp8_pages_names_the_flag() -> None:
     capable = replace(SPEC, num_heads=16, num_kv_heads=8, head_dim=128)
     assert "--kv-cache-dtype fp8_e4m3" in (CANDIDATES["fi"].unsupported(capable, (9, 0)) or "")
     assert CANDIDATES["torch"].unsupported(capable, (9, 0)) is None

@@ -45,7 +45,7 @@ def test_pieces_make_the_whole(dtype: torch.dtype, piece_rows: int, monkeypatch:
         assert rank == sum(value > row[token] for value in row.tolist()) + 1
 
 
-def test_of_no_token_and_of_more_alternatives_than_there_are() -> None:
+def test_logprobs_of_no_rows_and_of_more_alternatives_than_tokens() -> None:
     none = compute_logprobs(lambda _: torch.empty(0, 3), torch.empty(0, dtype=torch.int64), 3, top=2)
     assert [len(none.chosen), len(none.ranks), len(none.top_ids), len(none.top)] == [0] * 4
     found = compute_logprobs(lambda _: torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([0]), 3, top=20)

@@ -22,13 +22,13 @@ def budget(pool: int) -> MemoryBudget:
     return MemoryBudget(pool, total=100_000, free=60_000, needs=Needs(steps=40, graphs=60))
 
 
-def test_as_many_as_fit_and_are_useful() -> None:
+def test_the_pool_has_as_many_pages_as_fit_and_are_useful() -> None:
     assert pool_pages(CONFIG, pool_bytes=lambda pages: 100 * pages, useful_pages=1000, budget=budget(5050)) == 50
     assert pool_pages(CONFIG, pool_bytes=lambda pages: 100 * pages, useful_pages=20, budget=budget(5050)) == 20
     assert pool_pages(CONFIG, pool_bytes=lambda pages: 100 * pages, useful_pages=20, budget=budget(150)) == 1
 
 
-def test_what_the_user_asks_for() -> None:
+def test_num_pages_overrides_the_computed_size() -> None:
     config = EngineConfig(model_path="", num_pages=7)
     assert pool_pages(config, pool_bytes=lambda pages: 100 * pages, useful_pages=5, budget=budget(5050)) == 7
 
@@ -77,7 +77,7 @@ def test_the_largest_step(slots: int, longest: int, tokens: int) -> None:
 @pytest.mark.parametrize(
     ("slots", "longest", "tokens"), [(8, 100, 64), (8, 100, 500), (1, 10, 1), (64, 100, 5), (2, 2, 9)]
 )
-def test_the_longest_step_stands_behind_a_prefix_and_is_judged(slots: int, longest: int, tokens: int) -> None:
+def test_the_longest_step_follows_a_prefix_and_returns_logprobs(slots: int, longest: int, tokens: int) -> None:
     batch = longest_step(slots, longest, tokens)
     assert batch.start_pos[0] + batch.query_lens[0] == longest - 1
     assert batch.query_lens[0] == min(max(tokens - slots + 1, 1), longest - 1)
@@ -86,7 +86,7 @@ def test_the_longest_step_stands_behind_a_prefix_and_is_judged(slots: int, longe
     assert batch.logprobs.top == batch.logprobs.prompt_top == MAX_LOGPROBS
 
 
-def test_the_memory_trial_runs_attention_behind_a_prefix_and_scores_every_token() -> None:
+def test_the_memory_trial_attends_to_a_prefix_and_scores_every_token() -> None:
     """The GPU's trial runs in an engine on the CPU: what it computes is of no use, but all of it is computed."""
     with LLM("demo", device="cpu", max_running_req=3, max_seq_len_override=200, num_page_override=16) as llm:
         runner = llm._engine._runner

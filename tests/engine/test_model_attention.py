@@ -185,7 +185,7 @@ def test_layers_that_upcast_share_one_buffer() -> None:
         _ = ModelAttention(layers).kv_layout
 
 
-def test_long_chunks_of_latents_behind_many_tokens_leave_the_graphs() -> None:
+def test_long_chunks_of_latents_after_many_tokens_run_without_graphs() -> None:
     latents = AttentionSpec(16, 1, 576, 16, torch.float32, latent_dim=512, expanded_dims=(128, 128))
     queries = np.array([1, 1, 200], dtype=np.int32)
     short, long = queries + 1000, queries + np.array([9000, 9000, 4000], dtype=np.int32)

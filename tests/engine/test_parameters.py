@@ -44,7 +44,7 @@ NAN, INF = math.nan, math.inf
     ],
     ids=str,
 )
-def test_what_is_out_of_range_is_refused_by_name(field: str, value: object, words: str) -> None:
+def test_values_out_of_range_are_refused_by_name(field: str, value: object, words: str) -> None:
     params = SamplingParams(**{"max_tokens": 20, field: value})  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match=words) as refused:
         params.validate(LIMITS)

@@ -86,7 +86,7 @@ def test_each_group_holds_the_keys_that_its_rows_see(
     torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-5)
 
 
-def test_what_is_copied_at_a_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_copied_at_a_time_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen, "_MAX_KEYS", 100)
     kv_lens = [40, 40, 40, 300, 5, 5, 60, 60]
     world = World(4, [1] * 8, kv_lens)

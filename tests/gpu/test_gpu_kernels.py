@@ -237,7 +237,7 @@ def test_decode_inputs_and_embedding(ops: Ops) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 255, 257, 1000])
-def test_tokens_land_behind_what_makes_them(count: int) -> None:
+def test_tokens_are_read_after_the_kernels_that_write_them(count: int) -> None:
     """Pinned memory has them when the stream has come so far, and nothing beside them."""
     from minisgl.engine.queue import token_copier
 

@@ -21,7 +21,7 @@ def ids(*pages: int) -> Int32Array:
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("window", [1, 3, 16, 17])
-def test_a_query_sees_no_page_further_behind(window: int, page_size: int) -> None:
+def test_a_query_sees_no_page_before_its_window(window: int, page_size: int) -> None:
     behind = pages_behind(window, page_size)
     distances = [pos // page_size - max(pos - window + 1, 0) // page_size for pos in range(100)]
     assert max(distances) == behind
@@ -99,7 +99,7 @@ def test_pages_beside_the_cache_are_evicted_in_the_order_of_their_use(seed: int)
     pool.check_idle(ids(*range(30)))
 
 
-def test_what_must_not_happen_is_noticed() -> None:
+def test_broken_invariants_raise() -> None:
     pool = WindowPool(WindowGroup(8, num_pages=4), num_full_pages=4)
     pool.adopt(ids(0, 1), pool.allocate(2))
     with pytest.raises(BrokenInvariant, match="absent"):

@@ -103,7 +103,7 @@ def test_bad_requests_are_refused_before_anything_runs(llm: LLM) -> None:
         ({"logprobs_mode": "logits"}, "logprobs_mode must be one of"),
     ],
 )
-def test_what_cannot_be_is_refused(options: dict[str, object], words: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         LLM("demo", **options)  # type: ignore[arg-type]
 

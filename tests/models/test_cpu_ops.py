@@ -62,7 +62,7 @@ def test_norm_rope_store(dtype: torch.dtype, normed: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bfloat16_products", [False, NATIVE])
 @pytest.mark.parametrize("rows", [0, 1, 3, 4, 33])
-def test_products(dtype: torch.dtype, bfloat16_products: bool, rows: int) -> None:
+def test_linear_products_match_float32(dtype: torch.dtype, bfloat16_products: bool, rows: int) -> None:
     ops = CpuOps(bfloat16_products=bfloat16_products)
     x, weight, bias, residual = (torch.randn(shape) / 8 for shape in ((rows, 96), (80, 96), (80,), (rows, 80)))
     want = x.to(dtype).float() @ weight.to(dtype).float().T

@@ -251,7 +251,7 @@ def test_published_configs(tmp_path: Path, name: str) -> None:
     assert load_model_config(tmp_path) == config
 
 
-def test_what_changes_the_result_is_refused_by_name() -> None:
+def test_unsupported_fields_are_refused_by_name() -> None:
     refused: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         (DEEPSEEK_V3, {"attention_bias": True}, "attention_bias true"),
         (DEEPSEEK_V3, {"num_key_value_heads": 8}, "num_key_value_heads 8 must be num_attention_heads 128"),

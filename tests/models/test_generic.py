@@ -83,7 +83,7 @@ def assert_best(model: Any, prompts: list[list[int]], answers: list[list[int]]) 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens(kind: str, tmp_path: Path) -> None:
+def test_greedy_tokens_equal_transformers(kind: str, tmp_path: Path) -> None:
     """Tokens are the oracle's in one batch, in chunks, over pages with a shared prefix, and with logits of a prompt."""
     model = save(kind, tmp_path)
     with LLM(str(tmp_path), "float32", **SMALL_PAGES) as llm:
@@ -135,7 +135,7 @@ def test_two_ranks(kind: str, tmp_path: Path) -> None:
     assert size < 0.75 * sum(weight.numel() for weight in model.parameters())  # a small model is half embeddings
 
 
-def test_what_stands_in_for_modules(tmp_path: Path) -> None:
+def test_known_modules_are_replaced(tmp_path: Path) -> None:
     """A block of gate and up is one, q, k and v are a product, and what a probe finds to be another norm stays."""
 
     def parts(kind: str) -> Counter[str]:
@@ -183,7 +183,7 @@ def test_norms_and_blocks_by_numbers() -> None:
         ("lfm2", "cannot be probed"),
     ],
 )
-def test_what_cannot_be_paged_is_refused_by_name(kind: str, why: str, tmp_path: Path) -> None:
+def test_models_that_cannot_be_paged_are_refused_by_name(kind: str, why: str, tmp_path: Path) -> None:
     config = CONFIG_MAPPING[kind]()
     config.architectures = ["OtherForCausalLM"]
     config.save_pretrained(tmp_path)

@@ -443,7 +443,7 @@ def test_refused_by_name(change: dict[str, Any], message: str) -> None:
         {"attention_dropout": 0.1, "use_cache": False, "transformers_version": "4.51.0", "auto_map": {}},
     ],
 )
-def test_what_changes_nothing_is_ignored(change: dict[str, Any]) -> None:
+def test_fields_without_effect_are_ignored(change: dict[str, Any]) -> None:
     assert parse_config({**QWEN3_0_6B, **change}) == parse_config(QWEN3_0_6B)
 
 
@@ -512,7 +512,7 @@ def sparse_layers(raw: dict[str, Any]) -> dict[int, MoEConfig]:
     return {index: layer.mlp for index, layer in layers if isinstance(layer.mlp, MoEConfig)}
 
 
-def test_experts() -> None:
+def test_mixture_layers_are_read() -> None:
     experts = MoEConfig(128, 768, Routing(8, renormalize=True))
     assert sparse_layers(QWEN3_30B_A3B) == dict.fromkeys(range(48), experts)
     changed = sparse_layers({**QWEN3_30B_A3B, "decoder_sparse_step": 2, "mlp_only_layers": [1, 2, 5]})

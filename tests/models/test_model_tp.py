@@ -170,7 +170,7 @@ def test_a_rank_reads_only_what_it_keeps(
     assert sizes[1] < 0.51 * sizes[0]
 
 
-def test_what_cannot_be_divided_is_refused(saved: Callable[[str], tuple[Any, Path]]) -> None:
+def test_indivisible_sizes_are_refused(saved: Callable[[str], tuple[Any, Path]]) -> None:
     config = load_model_config(saved("llama")[1])
     with pytest.raises(UnsupportedModel, match="over 4 ranks does not divide the model's attention heads"):
         build_model(config, tp=Rank(0, 4), dtype=torch.float32, device=torch.device("cpu"))

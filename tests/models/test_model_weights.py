@@ -79,7 +79,7 @@ def test_sharded_checkpoints(saved: Saved, kind: str, tmp_path: Path) -> None:
     assert_same(load(linked), load(folder))
 
 
-def test_one_file_goes_before_an_index_that_was_left(saved: Saved, tmp_path: Path) -> None:
+def test_a_single_file_takes_precedence_over_a_stale_index(saved: Saved, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model, folder = saved("llama")

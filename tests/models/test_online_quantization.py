@@ -234,7 +234,7 @@ def test_int4_on_the_cpu_answers_as_its_dense_values(tmp_path: Path) -> None:
     assert (steps - want).abs().max() < 1e-4 * want.abs().max()
 
 
-def test_what_cannot_be_rounded_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_that_cannot_be_rounded_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make_model("llama").save_pretrained(tmp_path / "narrow")
     with pytest.raises(UnsupportedModel, match=r"groups of 32 inputs, which do not divide the 72 of .*qkv_proj"):
         load(tmp_path / "narrow", quantization="int4")

@@ -350,7 +350,7 @@ def changed(folder: Path, out: Path, changes: dict[str, Any]) -> Path:
     return out
 
 
-def test_what_a_checkpoint_has_beside_its_weights(
+def test_scales_and_zero_biases_beside_the_weights_are_skipped(
     pair: Callable[[str], Pair], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Scales of activations, biases of zero as AutoGPTQ writes them, and scales of an 8-bit KV cache: a log line."""

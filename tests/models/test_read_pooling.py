@@ -44,7 +44,7 @@ def pooling(path: Path, *args: Any) -> PoolingConfig:
     return found
 
 
-def test_what_pools_by_itself(tmp_path: Path) -> None:
+def test_pooling_is_read_from_the_checkpoint(tmp_path: Path) -> None:
     for name in ("causal", "headless", "sentences", "classes"):
         (tmp_path / name).mkdir()
     for names in (["Qwen3ForCausalLM"], ["Qwen3Reader", "Qwen3ForCausalLM"]):
@@ -91,7 +91,9 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "args", "message"), REFUSED, ids=[message for *_, message in REFUSED])
-def test_what_is_refused(changes: dict[str, Any], args: tuple[str, ...], message: str, tmp_path: Path) -> None:
+def test_unsupported_pooling_is_refused(
+    changes: dict[str, Any], args: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
     (tmp_path / "model").mkdir()
     with pytest.raises(UnsupportedModel, match=message):
         load_model_config(folder(tmp_path / "model", **changes), *args)

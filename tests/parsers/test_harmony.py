@@ -63,7 +63,9 @@ def parsed(text: str, pieces: Sequence[str] | None = None, **options: object) ->
         ("<|start|>assistant" + THOUGHT + FINAL, "Hm.", "Hello", []),
     ],
 )
-def test_messages(text: str, reasoning: str, content: str, calls: list[tuple[str, str]]) -> None:
+def test_channels_become_reasoning_content_and_calls(
+    text: str, reasoning: str, content: str, calls: list[tuple[str, str]]
+) -> None:
     for pieces in ([text], list(text)):
         found = parsed(text, pieces)
         assert (found.reasoning, found.content, found.calls) == (reasoning, content, calls)
@@ -84,7 +86,7 @@ def test_without_tools_calls_are_content_and_thoughts_may_stay() -> None:
         ("<|start|>assistant<|channel|>final<|message|>", "Hello", Parsed("Hello")),
     ],
 )
-def test_where_the_prompt_ends(end: str, text: str, expected: Parsed) -> None:
+def test_the_end_of_the_prompt_opens_the_first_channel(end: str, text: str, expected: Parsed) -> None:
     assert parsed(text, end=end) == expected
 
 

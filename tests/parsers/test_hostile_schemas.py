@@ -66,7 +66,7 @@ def arguments(schema: Schema, value: str) -> Any:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("schema", [CIRCULAR, CHAIN], ids=["circular", "chain"])
-def test_a_schema_that_goes_round_or_far_is_no_internal_error(form: str, schema: Schema) -> None:
+def test_circular_and_deep_schemas_are_no_internal_error(form: str, schema: Schema) -> None:
     calls_grammar(form, {"f": schema}, parallel=True)
     free_grammar(form, {"f": schema}, parallel=False)
     if form == "qwen3_coder" and schema is CIRCULAR:
@@ -77,7 +77,7 @@ def test_a_schema_that_goes_round_or_far_is_no_internal_error(form: str, schema:
     assert arguments(schema, "5") == {"x": "5" if schema is CIRCULAR else 5}
 
 
-def test_what_is_looked_at_of_alternatives_has_a_limit() -> None:
+def test_the_number_of_examined_alternatives_is_limited() -> None:
     """A grammar with more is refused; an answer's values are then read as whatever they look like."""
     # A schema, its list of options, and the options themselves, each twice.
     fitting = [{"type": "integer", "minimum": number} for number in range(MAX_ALTERNATIVES // 2 - 1)]

@@ -88,7 +88,7 @@ def test_markers_and_parsers_of_a_request() -> None:
         assert Parsers(name).markers(tools=True, reasoning=True) == kind.kept
 
 
-def test_ids() -> None:
+def test_ids_of_calls() -> None:
     ids = {long_id() for _ in range(100)}
     assert len(ids) == 100
     assert all(id.startswith("call_") for id in ids)

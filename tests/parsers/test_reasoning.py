@@ -48,7 +48,7 @@ def test_start_of_answer(prompt_end: str, qwen: Place, r1: Place) -> None:
         (MISTRAL, Place.UNDECIDED, "[THINK]Hm.[/THINK]Hello", "Hm.", "Hello"),
     ],
 )
-def test_thoughts(form: object, start: Place, text: str, reasoning: str, content: str) -> None:
+def test_thoughts_are_parted_from_content(form: object, start: Place, text: str, reasoning: str, content: str) -> None:
     expected = Parsed(content=content, reasoning=reasoning)
     assert run(ReasoningParser(form, start), [text]) == expected  # type: ignore[arg-type]
     assert run(ReasoningParser(form, start), list(text)) == expected  # type: ignore[arg-type]
@@ -100,7 +100,7 @@ def test_tokens_of_the_thought_are_counted() -> None:
     assert count(Place.OUTSIDE, ["Hello"]) == 0
 
 
-def test_streamed() -> None:
+def test_text_is_passed_on_while_it_is_written() -> None:
     parser = ReasoningParser(QWEN, Place.INSIDE)
     assert parser.feed("I think") == [Reasoning("I think")]
     assert parser.feed(" so.\n") == [Reasoning(" so.")]

@@ -129,7 +129,7 @@ GOOD: list[tuple[str, str, str, list[tuple[str, str]]]] = [
 
 
 @pytest.mark.parametrize(("form", "text", "content", "calls"), GOOD)
-def test_calls(form: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
+def test_calls_and_the_content_around_them(form: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
     parsed = parse(form, text)
     assert (parsed.content, parsed.calls) == (content, calls)
     assert parsed.ids == [f"id{index}" for index in range(len(calls))]
@@ -173,7 +173,7 @@ PLAIN: list[tuple[str, str]] = [
 
 
 @pytest.mark.parametrize(("form", "text"), PLAIN)
-def test_what_is_no_call_is_content(form: str, text: str) -> None:
+def test_text_that_is_no_call_is_content(form: str, text: str) -> None:
     assert parse(form, text) == Parsed(content=text)
 
 

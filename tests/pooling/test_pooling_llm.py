@@ -122,7 +122,7 @@ def test_a_generating_model_makes_no_vectors(causal: Path) -> None:
 
 
 @pytest.mark.parametrize("labels", [1, 3])
-def test_classifiers(labels: int, tmp_path: Path) -> None:
+def test_classifiers_match_transformers(labels: int, tmp_path: Path) -> None:
     """Probabilities of classes; of one class it scores pairs, which the tokenizer joins."""
     folder = save(tmp_path / "classifier", "ForSequenceClassification", num_labels=labels)
     reference, prompts = Reference(folder, "ModelForSequenceClassification"), texts(5)

@@ -103,7 +103,7 @@ def test_scores_are_cosines(server: Server, reference: Reference) -> None:
     assert [one["document"]["text"] for one in ranked] == [documents[index] for index in best]
 
 
-def test_it_generates_nothing(server: Server) -> None:
+def test_a_pooling_model_refuses_generation(server: Server) -> None:
     with pytest.raises(openai.BadRequestError, match="generates no text"):
         server.client.chat.completions.create(model="embedder", messages=[{"role": "user", "content": "x"}])
     with pytest.raises(openai.BadRequestError, match="generates no text"):

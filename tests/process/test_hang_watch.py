@@ -84,7 +84,7 @@ def test_an_answer_a_little_late_is_no_hang() -> None:
     assert watch(lambda rank, at: None if int(at) % 8 else stepping(rank, at)) is None
 
 
-def test_time_in_which_nobody_looked_does_not_count() -> None:
+def test_time_between_two_late_checks_does_not_count() -> None:
     """While the machine sleeps nobody looks, and the ranks do not run either."""
     one = HangWatch(2, LIMIT)
     one.look(PING_SECONDS)

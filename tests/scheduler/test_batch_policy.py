@@ -131,7 +131,7 @@ def test_chunks_share_a_room() -> None:
     assert seen_heads > 1000
 
 
-def test_a_step_keeps_to_the_target_while_somebody_streams() -> None:
+def test_a_step_keeps_to_the_target_while_requests_stream() -> None:
     """Or, where decodes take more than half of it, prompts have as long as they."""
     rng = random.Random(6)
     in_time = gave_way = whole_tiles = 0
@@ -279,7 +279,7 @@ def test_a_long_prompt_a_flow_of_short_ones_and_a_stream(overlap: bool) -> None:
 
 
 @pytest.mark.parametrize(("priority", "enters"), [(0, False), (1, True)])
-def test_nobody_enters_beside_a_long_prompt_of_higher_priority(priority: int, enters: bool) -> None:
+def test_no_request_enters_beside_a_long_prompt_of_higher_priority(priority: int, enters: bool) -> None:
     world = World(batch_policy="mixed", num_pages=400, page_size=1, chunk=10)
     world.add(0, [1] * 90, max_tokens=1, priority=1)
     world.step()

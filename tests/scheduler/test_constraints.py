@@ -53,7 +53,7 @@ def test_random_traffic_of_constrained_and_free_requests(overlap: bool, batch_po
     assert retractions > 0
 
 
-def test_grammars_that_compile_hold_up_nobody() -> None:
+def test_compiling_grammars_delay_no_other_request() -> None:
     """However many requests wait for theirs before one that does not."""
     world = World(num_pages=400, num_slots=4)
     for seq_id in range(200):
@@ -77,7 +77,7 @@ def test_a_complete_grammar_ends_its_request_with_its_last_token() -> None:
     assert {len(answer) for answer in world.answers.values()} <= {1, 2, 3, 4, 5}
 
 
-def test_a_grammar_that_compiles_holds_back_nobody_else() -> None:
+def test_a_compiling_grammar_holds_back_no_other_request() -> None:
     world = World()
     world.add(0, [1, 2], max_tokens=3, ignore_eos=True, grammar=Grammar("regex", "9"))
     world.add(1, [3, 4], max_tokens=3, ignore_eos=True)

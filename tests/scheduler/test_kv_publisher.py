@@ -32,7 +32,7 @@ PAGE_SIZE = 4
         ('{"enable_kv_cache_events": false, "publisher": "zmq"}', False),
     ],
 )
-def test_who_publishes(text: str, published: bool) -> None:
+def test_the_publisher_field_enables_events(text: str, published: bool) -> None:
     config = KVEventsConfig.parse(text)
     assert (config is not None) == published
     if config is not None:
@@ -52,7 +52,7 @@ def test_who_publishes(text: str, published: bool) -> None:
         ('{"publisher": "zmq", "replay_endpoint": "udp://x:1"}', "HOST:PORT"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(text: str, named: str) -> None:
+def test_invalid_configurations_are_refused_by_name(text: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named) as caught:
         parse_args(["--kv-events-config", text])
     assert str(caught.value).startswith("--kv-events-config: ")
@@ -73,7 +73,7 @@ def test_without_a_cache_there_are_no_events() -> None:
         ("ipc:///tmp/events", True, None),
     ],
 )
-def test_what_is_bound_and_described(endpoint: str, binds: bool, described: Any) -> None:
+def test_endpoints_are_bound_and_described(endpoint: str, binds: bool, described: Any) -> None:
     config = KVEventsConfig.parse(json.dumps({"publisher": "zmq", "endpoint": endpoint}))
     assert config is not None
     assert config.binds == binds

@@ -210,7 +210,7 @@ def test_priority_goes_first(schedule_policy: str) -> None:
     assert world.entered == [2, 3, 0, 1]
 
 
-def test_longest_prefix_goes_first_but_nobody_is_passed_over_for_ever() -> None:
+def test_longest_prefix_goes_first_but_starves_no_request() -> None:
     world = World(num_slots=1, page_size=4, num_pages=400, schedule_policy="lpm")
     shared = list(range(40))
     world.add(0, shared, max_tokens=2, ignore_eos=True)
@@ -222,7 +222,7 @@ def test_longest_prefix_goes_first_but_nobody_is_passed_over_for_ever() -> None:
     assert world.entered.index(1) == 1 + MAX_PASSED
 
 
-def test_those_passed_over_too_often_go_in_order_of_arrival() -> None:
+def test_requests_passed_over_too_often_go_in_order_of_arrival() -> None:
     world = World(num_slots=1, page_size=4, num_pages=400, schedule_policy="lpm")
     shared = list(range(40))
     world.add(0, shared, max_tokens=2, ignore_eos=True)
@@ -236,7 +236,7 @@ def test_those_passed_over_too_often_go_in_order_of_arrival() -> None:
     assert world.entered.index(2) == 2 + MAX_PASSED
 
 
-def test_nobody_is_passed_over_by_those_who_came_before() -> None:
+def test_earlier_requests_do_not_count_as_passing_over() -> None:
     world = World(num_slots=1, page_size=4, num_pages=400, schedule_policy="lpm")
     shared = list(range(40))
     world.add(0, shared, max_tokens=2, ignore_eos=True)
@@ -281,7 +281,7 @@ def test_shorter_prompts_go_first_within_bounds() -> None:
     assert waits / len(served) < 0.8 * waits_in_order / len(in_order)
 
 
-def test_longest_prefix_goes_first_of_two() -> None:
+def test_the_longer_prefix_of_two_goes_first() -> None:
     world = World(num_slots=1, schedule_policy="lpm")
     world.add(0, list(range(40)), max_tokens=2, ignore_eos=True)
     world.run()
@@ -302,7 +302,7 @@ def test_equal_prompts_that_come_at_once_are_prefilled_once() -> None:
 
 
 @pytest.mark.parametrize(("length", "entered"), [(4, [0, 1, 2]), (5, [0])])
-def test_who_would_be_spared_no_page_does_not_wait(length: int, entered: list[int]) -> None:
+def test_a_request_waits_for_a_prefix_only_if_it_saves_a_page(length: int, entered: list[int]) -> None:
     """The last token of a prompt is computed in any case."""
     world = World(page_size=4)
     for seq_id in range(3):
@@ -311,7 +311,7 @@ def test_who_would_be_spared_no_page_does_not_wait(length: int, entered: list[in
     assert world.entered == entered
 
 
-def test_who_waits_for_the_prefixes_of_others_is_not_passed_over_for_ever() -> None:
+def test_waiting_for_prefixes_starves_no_request() -> None:
     world = World(page_size=1, num_pages=400, chunk=42)
     text = list(range(48))
     for seq_id in range(40):
@@ -326,7 +326,7 @@ def test_who_waits_for_the_prefixes_of_others_is_not_passed_over_for_ever() -> N
 
 
 @pytest.mark.parametrize(("length", "steps"), [(8, 1), (30, 1), (30, 3)])
-def test_nobody_enters_before_there_is_room_for_a_prefill(length: int, steps: int) -> None:
+def test_requests_enter_only_when_a_step_has_room_for_them(length: int, steps: int) -> None:
     """So that one of higher priority who comes in the meantime goes before."""
     world = World(chunk=8)
     for seq_id in range(4):
@@ -346,7 +346,7 @@ def test_equal_prompts_side_by_side_keep_their_pages() -> None:
     assert len({tuple(answer) for answer in world.answers.values()}) == 1
 
 
-def test_who_comes_second_with_a_prefix_takes_no_promised_pages() -> None:
+def test_a_recomputed_prefix_takes_no_promised_pages() -> None:
     """It keeps its own pages, and the cached ones can be evicted for those who were admitted beside it."""
     world = World(page_size=1, num_pages=60, chunk=32)
     prompt = list(range(20))
@@ -494,7 +494,7 @@ def test_prefixes_are_shared_with_the_same_salt_only() -> None:
 
 
 @pytest.mark.parametrize("salts", [(b"", b""), (b"a", b"b"), (b"a", b"")])
-def test_who_has_another_salt_waits_for_no_prefix(salts: tuple[bytes, bytes]) -> None:
+def test_a_request_with_another_salt_waits_for_no_prefix(salts: tuple[bytes, bytes]) -> None:
     world = World(page_size=4, chunk=32)
     for seq_id, salt in enumerate(salts):
         world.add(seq_id, list(range(10)), salt=salt, max_tokens=1)

@@ -41,7 +41,7 @@ def told(world: World, *names: str) -> list[int]:
     return [counts[name] for name in names]
 
 
-def test_a_prompt_goes_on_from_the_last_page_end_of_the_same_and_of_a_shorter_one() -> None:
+def test_a_prompt_continues_from_the_last_page_end_it_shares() -> None:
     world, prompt = make_world(), tokens(0, 30)
     assert ask(world, prompt) == [0]
     assert ask(world, prompt) == [28]
@@ -52,7 +52,7 @@ def test_a_prompt_goes_on_from_the_last_page_end_of_the_same_and_of_a_shorter_on
     assert world.device.computed == 30 + 2 + 22 + 1 + 28 + 5 * 1
 
 
-def test_where_prompts_part_the_second_saves_a_snapshot_for_the_third() -> None:
+def test_the_second_prompt_saves_a_snapshot_where_the_third_parts() -> None:
     world, shared = make_world(), tokens(0, 30)
     assert ask(world, shared + tokens(1, 28)) == [0]
     assert ask(world, shared + tokens(2, 28)) == [0], "K and V of 28 tokens are there, and no state"
@@ -67,7 +67,7 @@ def test_one_of_many_that_come_together_saves_what_the_others_wait_for() -> None
     assert world.device.computed == 62 + 5 * (62 - 48) + 6
 
 
-def test_nobody_waits_for_a_prefix_that_brings_no_snapshot() -> None:
+def test_no_request_waits_for_a_prefix_without_a_snapshot() -> None:
     """The first has computed the shared tokens when the second comes: nothing can be saved of them any more."""
     world, shared = make_world(chunk=30, batch_policy="mixed", overlap=False), tokens(0, 24)
     world.add(0, shared + tokens(1, 100), **ANSWER)
@@ -87,7 +87,7 @@ def test_long_prompts_have_snapshots_on_the_way() -> None:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_conversation_goes_on_from_its_last_answer(overlap: bool) -> None:
+def test_a_conversation_continues_from_its_last_answer(overlap: bool) -> None:
     world, conversation = make_world(overlap=overlap), tokens(0, 20)
     assert ask(world, conversation, max_tokens=30) == [0]
     conversation += world.answers[0] + tokens(1, 5)
@@ -114,7 +114,7 @@ def test_the_least_recently_used_snapshot_gives_way_and_its_pages_stay() -> None
     assert world.scheduler.counts()["pages_cached"] == pages
 
 
-def test_a_snapshot_goes_with_its_pages() -> None:
+def test_a_snapshot_is_evicted_with_its_pages() -> None:
     world, prompt = make_world(num_pages=20, max_seq_len=80), tokens(0, 30)
     ask(world, prompt)
     ask(world, tokens(1, 60), tokens(2, 60))
@@ -124,7 +124,7 @@ def test_a_snapshot_goes_with_its_pages() -> None:
     assert told(world, "snapshots", "pages_cached") == [0, 0]
 
 
-def test_a_retracted_request_goes_on_from_its_own_snapshot() -> None:
+def test_a_retracted_request_continues_from_its_own_snapshot() -> None:
     world = make_world(page_size=1, num_pages=110, max_seq_len=110)
     lengths = [47, 90]  # the first ends soon after it has driven the other out, at 55 tokens each
     for seq_id, length in enumerate(lengths):

@@ -32,7 +32,7 @@ def test_records_hold_every_token_of_a_run() -> None:
     assert world.cached[5] == 20
 
 
-def test_nothing_is_recorded_while_nobody_looks() -> None:
+def test_steps_are_recorded_only_on_request() -> None:
     assert World().loop.trace is None
 
 
@@ -60,7 +60,7 @@ def test_a_record_that_has_grown_comes_again() -> None:
     assert (after.begin, after.count, after.step) == (before.begin, 2, 1)
 
 
-def test_what_is_kept_is_bounded() -> None:
+def test_records_are_bounded() -> None:
     trace = StepTrace()
     rows = 3 * MAX_ROWS
     for step in range(MAX_RECORDS + 10):

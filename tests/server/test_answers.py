@@ -132,7 +132,7 @@ def test_200_concurrent_streams(server: Server, expected: list[dict[str, Any]]) 
     server.wait_idle()
 
 
-def test_cut_streams_leave_nothing_behind(server: Server) -> None:
+def test_abandoned_streams_leave_the_server_idle(server: Server) -> None:
     def cut(index: int) -> None:
         body = {"prompt": f"cut {index}", "max_tokens": 2000, "temperature": 0, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=300) as response:
@@ -168,7 +168,7 @@ def test_a_client_that_leaves_frees_its_request_before_its_end(server: Server) -
     assert aborted() == before + 1, "it did not end by itself"
 
 
-def test_curl(server: Server) -> None:
+def test_curl_reads_a_stream(server: Server) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "stream": True})
     out = subprocess.run(
         ["curl", "-sN", f"{server.url}/v1/chat/completions", "-H", "Content-Type: application/json", "-d", body],

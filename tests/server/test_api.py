@@ -51,7 +51,7 @@ def cached_tokens(answer: dict[str, Any]) -> int:
     return answer["usage"]["prompt_tokens_details"]["cached_tokens"]  # type: ignore[no-any-return]
 
 
-def test_keys(server: Server) -> None:
+def test_the_api_key_admits_and_stays_secret(server: Server) -> None:
     assert httpx.get(f"{server.url}/health").status_code == 200
     with pytest.raises(AuthenticationError):
         server.client.with_options(api_key="wrong").models.list()
@@ -191,7 +191,7 @@ def test_abort_ends_the_engines_work(server: Server) -> None:
     server.wait_idle()
 
 
-def test_a_huge_prompt_delays_nobody(server: Server) -> None:
+def test_a_huge_prompt_delays_no_other_request(server: Server) -> None:
     """Megabytes of text took a tokenizer half a minute, and everybody behind it."""
     tokenizer = worker_pids(server.process.pid)["minisgl.tokenizer.tokenizer_worker"]
     before = cpu_seconds(tokenizer)

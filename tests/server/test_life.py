@@ -218,7 +218,7 @@ def test_a_second_sigterm_ends_at_once(folder: Path) -> None:
         assert errors() == "the server is shutting down"
 
 
-def test_what_is_not_finished_when_the_time_is_up_gets_an_error(folder: Path) -> None:
+def test_unfinished_requests_get_an_error_after_the_shutdown_timeout(folder: Path) -> None:
     with Server("--model", str(folder), "--shutdown-timeout", "2") as server:
         errors = _open_request(server)
         begin = time.monotonic()
@@ -262,7 +262,7 @@ def test_every_process_may_open_as_many_files_as_the_system_allows(idle: Server)
     check_open_files(idle, min(resource.getrlimit(resource.RLIMIT_NOFILE)[1], 65_535))
 
 
-def test_a_system_that_allows_too_few_open_files_is_told_of(folder: Path) -> None:
+def test_a_low_limit_of_open_files_is_reported(folder: Path) -> None:
     with Server("--model", str(folder), before="ulimit -Sn 64 && ulimit -Hn 512") as server:
         check_open_files(server, 512)
 

@@ -110,7 +110,7 @@ def test_min_tokens_and_the_end_of_the_sequence(server: Server, route: str) -> N
     assert tokens(ignore_eos=True) == tokens(ignore_eos=True, min_tokens=4) == [end] * 8
 
 
-def test_what_ended_an_answer(server: Server, route: str, plain: dict[str, Any]) -> None:
+def test_stop_reason_names_the_requested_stop(server: Server, route: str, plain: dict[str, Any]) -> None:
     """A token or string that the request named; nothing for the model's own end, as in vLLM."""
     end = load_model_config(demo_folder()).eos_token_ids[0]
     own = ask(server, route, logit_bias={str(end): 100})
@@ -119,7 +119,7 @@ def test_what_ended_an_answer(server: Server, route: str, plain: dict[str, Any])
     assert (named["finish_reason"], named["stop_reason"]) == ("stop", plain["token_ids"][3])
 
 
-def test_penalties(server: Server, route: str, ids: dict[str, int]) -> None:
+def test_penalties_vary_the_tokens(server: Server, route: str, ids: dict[str, int]) -> None:
     """Among letters that the model did not mean to say, a penalty makes for more different ones."""
     letters = {"allowed_token_ids": [ids[letter] for letter in "abcdefgh"], "max_tokens": 16}
 
@@ -143,7 +143,7 @@ def test_filters_and_seeds(server: Server, route: str, ids: dict[str, int], plai
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-def test_stops(server: Server, route: str, plain: dict[str, Any]) -> None:
+def test_stop_strings_and_ignore_eos(server: Server, route: str, plain: dict[str, Any]) -> None:
     before, stop, _ = plain["text"].partition("fast")
     assert ask(server, route, stop="fast")["text"] == before
     kept = ask(server, route, stop=["no such", "fast"], include_stop_str_in_output=True)
@@ -152,7 +152,7 @@ def test_stops(server: Server, route: str, plain: dict[str, Any]) -> None:
     assert len(ask(server, route, ignore_eos=True, max_tokens=150)["token_ids"]) == 150
 
 
-def test_logprobs(server: Server, route: str, plain: dict[str, Any]) -> None:
+def test_logprobs_describe_the_answer(server: Server, route: str, plain: dict[str, Any]) -> None:
     chat = route.endswith("chat/completions")
     asked = {"logprobs": True, "top_logprobs": 3} if chat else {"logprobs": 3}
     choice = ask(server, route, **asked, prompt_logprobs=1, stream=False)

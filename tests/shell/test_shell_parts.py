@@ -135,7 +135,7 @@ def test_the_line_after_an_answer() -> None:
     assert Answer().describe() == "about 0 tokens"
 
 
-def test_how_a_local_server_is_reached() -> None:
+def test_the_url_of_a_local_server() -> None:
     assert local_url("0.0.0.0", 80) == "http://127.0.0.1:80/v1"
     assert local_url("::", 80) == "http://[::1]:80/v1"
     assert local_url("10.0.0.5", 80) == "http://10.0.0.5:80/v1"

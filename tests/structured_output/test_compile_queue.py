@@ -30,7 +30,7 @@ def take_all(queue: CompileQueue[str], seconds: float = 0.0) -> list[str]:
     return order
 
 
-def test_a_client_has_one_under_way_and_holds_nobody_else_up() -> None:
+def test_a_client_compiles_one_grammar_and_delays_no_other_client() -> None:
     """40 hard ones of one client took all places, and every other waited for them."""
     queue: CompileQueue[str] = CompileQueue()
     for number in range(40):
@@ -51,7 +51,7 @@ def test_a_client_has_one_under_way_and_holds_nobody_else_up() -> None:
     assert queue.next() == "hard 1"
 
 
-def test_what_is_cheap_to_all_appearance_goes_before_what_is_not_known() -> None:
+def test_grammars_that_look_cheap_go_first() -> None:
     """Cheap grammars pass among those of one client too, who may have no key of its own."""
     queue: CompileQueue[str] = CompileQueue()
     for number in range(4):
@@ -62,7 +62,7 @@ def test_what_is_cheap_to_all_appearance_goes_before_what_is_not_known() -> None
     assert take_all(queue) == ["cheap", "tiny", "large", "hard 0", "hard 1", "hard 2", "hard 3"]
 
 
-def test_of_equals_goes_first_who_has_used_less_time() -> None:
+def test_among_equals_the_client_that_used_less_time_goes_first() -> None:
     queue: CompileQueue[str] = CompileQueue()
     for number in range(3):
         queue.add(f"a{number}", "a", cost=1, chars=20)
@@ -75,7 +75,7 @@ def test_of_equals_goes_first_who_has_used_less_time() -> None:
     assert take_all(queue) == ["a3", "c"]
 
 
-def test_nobody_waits_for_ever_behind_what_is_cheaper() -> None:
+def test_an_expensive_grammar_gets_its_turn_among_cheaper_ones() -> None:
     queue: CompileQueue[str] = CompileQueue()
     queue.add("hard", "a", cost=HARD, chars=20)
     for number in range(100):
@@ -83,7 +83,7 @@ def test_nobody_waits_for_ever_behind_what_is_cheaper() -> None:
     assert take_all(queue).index("hard") == OLDEST_TURNS - 1
 
 
-def test_the_oldest_ones_turn_does_not_bring_all_that_have_waited_before_others() -> None:
+def test_turns_of_the_oldest_leave_turns_to_newer_grammars() -> None:
     """Forty that are old would otherwise go before all that come."""
     queue: CompileQueue[str] = CompileQueue()
     for number in range(40):
@@ -94,7 +94,7 @@ def test_the_oldest_ones_turn_does_not_bring_all_that_have_waited_before_others(
     assert order.index("cheap 39") < 40 + 40 // (OLDEST_TURNS - 1) + 1
 
 
-def test_who_asks_for_the_same_need_not_wait_for_the_first_that_did() -> None:
+def test_a_shared_grammar_takes_the_turn_of_any_client_that_waits_for_it() -> None:
     queue: CompileQueue[str] = CompileQueue()
     queue.add("hard", "hostile", cost=1, chars=20)
     assert queue.next() == "hard"
@@ -106,7 +106,7 @@ def test_who_asks_for_the_same_need_not_wait_for_the_first_that_did() -> None:
     assert queue.next() is None, "it was the second client's turn"
 
 
-def test_what_nobody_asks_for_any_more_is_not_tried() -> None:
+def test_removed_grammars_are_not_tried() -> None:
     queue: CompileQueue[str] = CompileQueue()
     queue.add("a", "one", cost=1, chars=MAX_CLIENT_CHARS - ENTRY_CHARS)
     queue.add("b", "two", cost=1, chars=1)
@@ -118,7 +118,7 @@ def test_what_nobody_asks_for_any_more_is_not_tried() -> None:
     queue.add("a", "one", cost=1, chars=MAX_CLIENT_CHARS - ENTRY_CHARS)
 
 
-def test_what_waits_has_a_limit_in_all_and_of_each_client() -> None:
+def test_waiting_grammars_are_limited_in_total_and_per_client() -> None:
     queue: CompileQueue[str] = CompileQueue()
     each = MAX_GRAMMAR_CHARS - ENTRY_CHARS
     of_client, in_all = MAX_CLIENT_CHARS // MAX_GRAMMAR_CHARS, MAX_WAITING_CHARS // MAX_GRAMMAR_CHARS
@@ -140,7 +140,7 @@ def test_what_waits_has_a_limit_in_all_and_of_each_client() -> None:
         empty.add(-1, "a", cost=1, chars=0)
 
 
-def test_nothing_is_left_of_clients_who_are_gone() -> None:
+def test_clients_without_grammars_are_forgotten() -> None:
     queue: CompileQueue[int] = CompileQueue()
     for number in range(1000):
         queue.add(number, f"client {number}", cost=1, chars=20)

@@ -64,7 +64,7 @@ def accepts(grammar: Grammar, text: str) -> bool:
         ('root ::= root "a" | "b"', ["b", "baaa"], ["a", "ab"]),
     ],
 )
-def test_language(text: str, yes: list[str], no: list[str]) -> None:
+def test_a_translated_grammar_accepts_the_same_language(text: str, yes: list[str], no: list[str]) -> None:
     grammar = Grammar("ebnf", text)
     assert [one for one in yes if not accepts(grammar, one)] == []
     assert [one for one in no if accepts(grammar, one)] == []
@@ -143,7 +143,7 @@ def test_regular_grammars_are_the_regular_expressions_that_they_spell() -> None:
             assert accepts(grammar, text) == bool(re.fullmatch(regex, text)), f"{text!r} under {ebnf}"
 
 
-def test_what_is_drawn_belongs_to_the_language(drawer: Drawer) -> None:
+def test_drawn_texts_belong_to_the_language(drawer: Drawer) -> None:
     for seed in range(5):
         text = drawer.draw(Grammar("ebnf", ARITHMETIC), seed, greedy=seed == 0, max_tokens=60)
         if text is not None:

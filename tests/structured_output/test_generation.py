@@ -106,7 +106,9 @@ def test_each_kind_gives_what_it_allows(answers: list[Completion]) -> None:
     ],
     ids=["no overlap", "chunks", "retraction", "two ranks"],
 )
-def test_the_same_in_any_circumstances(folder: Path, answers: list[Completion], options: dict[str, Any]) -> None:
+def test_answers_do_not_depend_on_the_schedule(
+    folder: Path, answers: list[Completion], options: dict[str, Any]
+) -> None:
     with make_llm(folder, **options) as llm:
         again = llm.generate(PROMPTS, PARAMS)
         llm.check_idle()
@@ -139,7 +141,7 @@ def test_greedy_and_sampled_answers_under_our_own_schemas(llm: LLM, request: pyt
     assert sum(answer["finish_reason"] == "stop" for answer in answers) > len(asked) / 3
 
 
-def test_ends(llm: LLM) -> None:
+def test_token_limits_and_ignore_eos_within_a_grammar(llm: LLM) -> None:
     letters = Grammar("regex", "[ab]{2,6}")
     base = SamplingParams(max_tokens=20, grammar=letters)
     ignoring, at_least, limited = (
@@ -158,7 +160,7 @@ def test_ends(llm: LLM) -> None:
     llm.check_idle()
 
 
-def test_refused_before_anything_runs(llm: LLM) -> None:
+def test_bad_grammars_are_refused_before_anything_runs(llm: LLM) -> None:
     grammar = grammar_of({"type": "array", "uniqueItems": True})
     with pytest.raises(InvalidRequest, match="uniqueItems"):
         llm.generate(["x", "y"], [SamplingParams(max_tokens=5), SamplingParams(max_tokens=5, grammar=grammar)])

@@ -56,7 +56,7 @@ def test_the_final_channel_is_constrained(allows: Allows) -> None:
     assert not allows(SCHEMA, THOUGHT)
 
 
-def test_calls(allows: Allows) -> None:
+def test_calls_are_constrained_by_their_schema(allows: Allows) -> None:
     demanded = calls_grammar(HARMONY, TOOLS, parallel=True)
     chosen = either(HARMONY, demanded, SCHEMA)
     free = free_grammar(HARMONY, TOOLS, parallel=True)

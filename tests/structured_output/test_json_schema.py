@@ -98,14 +98,14 @@ def draw_and_check(drawer: Drawer, schemas: dict[str, Any], draws: int) -> float
     return ended / (draws * len(schemas))
 
 
-def test_what_is_drawn_under_the_suites_schemas_is_valid(
+def test_texts_drawn_under_the_suites_schemas_are_valid(
     drawer: Drawer, supported: list[Any], request: pytest.FixtureRequest
 ) -> None:
     draws: int = request.config.getoption("--grammar-draws")
     assert draw_and_check(drawer, {name: schema for name, schema, _ in supported}, draws) > 0.5
 
 
-def test_what_is_drawn_under_our_own_schemas_is_valid(drawer: Drawer, request: pytest.FixtureRequest) -> None:
+def test_texts_drawn_under_our_own_schemas_are_valid(drawer: Drawer, request: pytest.FixtureRequest) -> None:
     schemas = own_schemas()
     assert len(schemas) >= 200
     draws: int = request.config.getoption("--grammar-draws")
@@ -157,7 +157,7 @@ def test_our_own_schemas_are_supported(validator: GrammarValidator) -> None:
         ({"enum": [{"format": "date"}]}, '"2020-01-01"'),
     ],
 )
-def test_not_allowed(schema: Any, text: str) -> None:
+def test_instances_that_schemas_forbid(schema: Any, text: str) -> None:
     assert not is_allowed(schema, text)
 
 
@@ -175,7 +175,7 @@ def test_not_allowed(schema: Any, text: str) -> None:
         (True, "[1]"),
     ],
 )
-def test_allowed(schema: Any, text: str) -> None:
+def test_instances_that_schemas_allow(schema: Any, text: str) -> None:
     assert is_allowed(schema, text)
 
 

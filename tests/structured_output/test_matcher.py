@@ -98,7 +98,7 @@ def test_own_stop_ids_are_allowed_only_where_an_end_is(drawer: Drawer) -> None:
     assert "c" in allowed(drawer, matcher)
 
 
-def test_a_grammar_that_goes_on_with_a_stop_id_ends_there(drawer: Drawer) -> None:
+def test_a_stop_id_ends_even_a_grammar_that_allows_it(drawer: Drawer) -> None:
     """It allows nothing else: the request asked for both."""
     matcher = start(drawer, Grammar("regex", "abc"), stop_token_ids=tuple(ids_of(drawer, "b")))
     assert advance(drawer, matcher, "a") is Progress.OPEN
@@ -279,7 +279,7 @@ def test_an_automaton_that_many_requests_have_filled_is_replaced(
     assert len(used) > len(mask)
 
 
-def test_a_long_answer_goes_on_with_a_new_automaton(drawer: Drawer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_answer_continues_with_a_new_automaton(drawer: Drawer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replay goes on where a request has more tokens than llguidance follows in one go."""
     matchers = small_automata(drawer, monkeypatch, 50_000)
     matcher, rng = matchers.start(SamplingParams(grammar=MANY_STATES)), np.random.default_rng(0)

@@ -111,7 +111,7 @@ def sample(matcher: LLMatcher, tokenizer: Tokenizer, rng: random.Random, begin: 
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_is_allowed_is_read_as_calls(matcher: Callable[..., LLMatcher], tokenizer: Tokenizer, form: str) -> None:
+def test_allowed_texts_parse_as_valid_calls(matcher: Callable[..., LLMatcher], tokenizer: Tokenizer, form: str) -> None:
     rng = random.Random(form)
     seen: list[int] = []
     for parallel in (True, False):
@@ -238,7 +238,7 @@ def test_calls_or_content(matcher: Callable[..., LLMatcher], tokenizer: Tokenize
             assert allows(found, tokenizer, before + answer) is expected, (before, answer)
 
 
-def test_what_cannot_be_followed_is_refused_by_the_name_of_its_field(tokenizer: Tokenizer) -> None:
+def test_unsupported_schemas_are_refused_by_the_name_of_their_field(tokenizer: Tokenizer) -> None:
     """A refusal names the field behind a thought too, and among the arguments of a tool."""
     fitter = fitter_for(tokenizer, REASONING_FORMATS["qwen3"])
     bad = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)b"}}}
@@ -410,7 +410,7 @@ def test_whatever_is_read_as_a_call_of_a_strict_tool_is_valid(
         ({"properties": {}, "minProperties": 1}, "minProperties"),
     ],
 )
-def test_what_a_form_cannot_hold_to_is_not_strict(schema: dict[str, Any], key: str | None) -> None:
+def test_keywords_that_a_format_cannot_enforce_refuse_strict(schema: dict[str, Any], key: str | None) -> None:
     tools = {"f": {"type": "object", **schema}}
     check_strict("hermes", tools, {"f"})
     check_strict("qwen3_coder", tools, {"another"})

@@ -101,7 +101,7 @@ def test_no_grammar_keeps_others_from_being_checked() -> None:
             check.result()
 
 
-def test_a_request_that_is_gone_has_its_grammar_not_tried() -> None:
+def test_grammars_of_abandoned_requests_are_not_tried() -> None:
     validator = GrammarValidator({}, time_limit=0.5)
     running, waiting = (validator.check(Grammar("regex", f"{ENDLESS.text}{number}"), "a") for number in range(2))
     twice = [validator.check(LETTERS, "a") for _ in range(2)]
@@ -114,7 +114,7 @@ def test_a_request_that_is_gone_has_its_grammar_not_tried() -> None:
     assert validator.num_waiting == 0
 
 
-def test_a_valid_grammar_is_not_refused_because_somebody_killed_the_process_that_tries_it() -> None:
+def test_a_valid_grammar_outlives_a_killed_trial_process() -> None:
     validator = GrammarValidator({}, time_limit=10.0)
     validator.validate(LETTERS)
     first = validator._process
@@ -143,7 +143,7 @@ def test_an_error_of_ours_is_not_the_clients() -> None:
         validator.validate(Grammar("template", "%grammar a [1, 2, 3]"))
 
 
-def test_what_takes_time_to_translate_is_translated_once_and_not_by_whoever_asks() -> None:
+def test_slow_translations_run_once_and_in_the_trial_process() -> None:
     """A long text in EBNF held the tokenizer worker up for a second, and the scheduler for another."""
     rules = [f'x{number} ::= "abcdefgh" root? [a-z]' for number in range(6000)]
     ebnf = "\n".join(['root ::= "a" root?', *rules])

@@ -89,7 +89,9 @@ def transformers_tokenizer() -> Any:
 )
 @pytest.mark.parametrize("tools", [None, TOOLS])
 @pytest.mark.parametrize("messages", [[USER], TALK])
-def test_as_transformers(transformers_tokenizer: Any, source: str, tools: Any, messages: list[dict[str, Any]]) -> None:
+def test_rendering_equals_transformers(
+    transformers_tokenizer: Any, source: str, tools: Any, messages: list[dict[str, Any]]
+) -> None:
     ours = tokenizer_with(source)
     kwargs = {"custom": {"deep": [1.5, "é"]}}
     for prompt in (True, False):

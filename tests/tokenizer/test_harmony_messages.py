@@ -43,7 +43,7 @@ def result(of: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": of, "content": f"of {of}"}
 
 
-def test_what_the_model_wrote_comes_back_whole() -> None:
+def test_messages_of_the_model_come_back_whole() -> None:
     """A thought, content beside a call, and several calls, whose results are known by their ids."""
     answer = {"role": "assistant", "content": "I look.", "reasoning_content": "Hm.", "tool_calls": called("f", "g")}
     text = rendered([{"role": "user", "content": "Hi"}, answer, result("g"), result("f")])

@@ -34,7 +34,7 @@ def load(tmp_path: Path) -> Callable[..., TextTokenizer]:
     return load
 
 
-def test_forms(load: Callable[..., TextTokenizer]) -> None:
+def test_pairs_follow_the_models_format(load: Callable[..., TextTokenizer]) -> None:
     def text(tokenizer: TextTokenizer, pair: PairPrompt) -> str:
         return tokenizer.decode(encode_pair(pair, tokenizer, LIMITS))
 

@@ -139,7 +139,7 @@ def test_which_file_names_the_special_tokens(tmp_path: Path, config: dict[str, A
     assert TextTokenizer.from_folder(tmp_path).templates.render(USER) == want
 
 
-def test_where_chat_templates_are_found(tmp_path: Path) -> None:
+def test_chat_templates_are_found_in_every_place(tmp_path: Path) -> None:
     def rendered(config: dict[str, Any], tools: list[dict[str, Any]] | None = None) -> str:
         return TextTokenizer.from_folder(folder_with(tmp_path, small.llama(), config)).templates.render(USER, tools)
 

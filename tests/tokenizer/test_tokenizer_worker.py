@@ -206,7 +206,7 @@ def test_an_error_of_ours_is_one_requests_500_and_its_text_is_in_the_log_alone(
     assert unanswered == Unanswered(7, status=500)
 
 
-def test_a_client_whose_grammars_fill_the_queue_is_told_so(tokenizer: TextTokenizer) -> None:
+def test_a_client_whose_grammars_fill_the_queue_is_refused(tokenizer: TextTokenizer) -> None:
     grammars = GrammarValidator({}, time_limit=10.0)
     refused = None
     for number in range(64):
@@ -346,7 +346,7 @@ def test_tokenizer_process(server: Server) -> None:
         assert got[4] == StatsRequest(77, [ProcessCounts("tokenizer-2", {"sequences": 0})])
 
 
-def test_nobody_waits_for_the_check_of_anothers_grammar(server: Server) -> None:
+def test_the_check_of_a_grammar_delays_no_other_request(server: Server) -> None:
     def hard(seq_id: int, repeats: int) -> Generate:
         grammar = Grammar("regex", f"(a{{1000}}){{{repeats}}}")
         asked = request(TextPrompt("ab"), (seq_id,), max_tokens=4, grammar=grammar)

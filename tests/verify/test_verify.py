@@ -95,7 +95,7 @@ def sharp(weights: dict[str, torch.Tensor]) -> None:
             weight *= 40
 
 
-def test_where_weights_amplify_rounding_the_limit_is_that_of_transformers(
+def test_weights_that_amplify_rounding_widen_the_limit(
     tiny: Path, tmp_path: Path, verify: Callable[..., tuple[int, dict[str, Any]]]
 ) -> None:
     copy = changed(tiny, tmp_path / "sharp", sharp)
@@ -181,7 +181,9 @@ def test_without_a_tokenizer_the_prompts_are_random(
     assert found["prompts"][0]["name"] == "random 1"
 
 
-def test_what_cannot_be_compared_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_that_cannot_be_compared_are_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([str(tmp_path), *QUICK]) == 2
     assert "has no config.json" in capsys.readouterr().err
     assert main(["demo", "--reference", str(tmp_path), *QUICK]) == 2

@@ -1,4 +1,4 @@
-"""Effects of fields that are not about sampling: conversations, structured output, the queue. The built-in model."""
+"""Request fields for conversations, structured output and the queue take effect on a server of the built-in model."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_format_that_is_text_changes_nothing(server: Server) -> None:
 # --- conversations ---
 
 
-def test_what_the_model_is_shown(server: Server) -> None:
+def test_chat_fields_shape_the_prompt(server: Server) -> None:
     plain = prompt_ids(server)
     parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": "Minisgl?"}]
     lines = prompt_ids(server, messages=[{"role": "user", "content": "What is\nMinisgl?"}])
@@ -133,7 +133,7 @@ def test_what_the_model_is_shown(server: Server) -> None:
     assert bytes(continued[-5:]) == b"It is"
 
 
-def test_thoughts_are_written_as_asked(server: Server) -> None:
+def test_reasoning_fields_place_the_thought(server: Server) -> None:
     asked = {"reasoning_effort": "high", "max_tokens": 60}
     message = ask(server, **asked)["choices"][0]["message"]
     assert message["reasoning"] == message["reasoning_content"] != ""
@@ -143,7 +143,7 @@ def test_thoughts_are_written_as_asked(server: Server) -> None:
     assert message["reasoning"] in text_of(ask(server, separate_reasoning=False, **asked))
 
 
-def test_a_function_is_called(server: Server) -> None:
+def test_functions_are_called_in_the_old_format(server: Server) -> None:
     weather = [{"role": "user", "content": "Tell me the weather in Paris."}]
     choice = ask(server, messages=weather, functions=[WEATHER], max_tokens=100)["choices"][0]
     assert choice["finish_reason"] == "function_call"
@@ -160,7 +160,7 @@ def test_limits_and_special_tokens(server: Server) -> None:
         assert text_of(ask(server, route, skip_special_tokens=False, **marks)) == "<|im_start|>" * 2
 
 
-def test_what_has_no_effect(server: Server) -> None:
+def test_accounting_fields_have_no_effect(server: Server) -> None:
     nothing = {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "safety_identifier": "s"}
     nothing |= {"prompt_cache_key": "k", "prediction": {"type": "content", "content": "x"}}
     for route in (CHAT, COMPLETIONS):
