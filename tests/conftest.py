@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Trust no certificates: each HTTP client would read those of the world, for 30 ms, and tests ask nobody else."""
+    """Trust no certificates: each HTTP client would load the system's for 30 ms, and tests use only local servers."""
     os.environ.pop("SSL_CERT_FILE", None)
     os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 

@@ -1,4 +1,4 @@
-"""Logs and progress: lines that nobody reads stop no process, and no bars where there is no terminal."""
+"""Logs and progress bars: unread output blocks no process, and bars appear only on a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables that commands print: aligned, and without escape sequences where nobody reads them as colors."""
+"""Tables that commands print are aligned, and have escape sequences only on a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real server on a real socket, in a thread, with the scripted engine behind it, and a client that can be rude."""
+"""A real server on a real socket, in a thread, with the scripted engine behind it, and a client of raw bytes."""
 
 from __future__ import annotations
 

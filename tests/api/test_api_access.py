@@ -57,7 +57,7 @@ def test_every_route_wants_a_key_but_the_open_ones(start_server: Callable[..., R
 
 
 def test_messages_name_the_client_without_its_key(start_server: Callable[..., RunningServer]) -> None:
-    """So that clients can take turns where work is expensive."""
+    """Clients have names, so that they can take turns where work is expensive."""
     server = start_server(api_keys=("first-secret", "second-secret"))
     for key in ("first-secret", "second-secret", "first-secret"):
         for path, body in ((CHAT, HELLO), ("/v1/completions", {"prompt": "x"}), ("/generate", {"prompt": "x"})):
@@ -163,7 +163,7 @@ def test_no_cors_unless_asked_for(server: RunningServer) -> None:
 
 
 def test_root_path(start_server: Callable[..., RunningServer]) -> None:
-    """Behind proxies that strip the prefix and those that do not; the gate sees the same path as the routes."""
+    """A proxy may strip the prefix or keep it; the gate and the routes see the same path."""
     server = start_server(root_path="/llm/a", api_keys=("key",))
     for prefix in ("", "/llm/a"):
         assert server.post(prefix + CHAT, json=HELLO, headers=bearer("key")).status_code == 200
@@ -227,7 +227,7 @@ LENGTH, CHUNKED = EARLY % b"content-length: 9", EARLY % b"transfer-encoding: chu
 
 
 def test_the_receive_timeout_applies_after_an_answer(start_server: Callable[..., RunningServer]) -> None:
-    """Neither for the rest of a body that was not read, nor for a head that has begun."""
+    """The server waits only so long for the rest of an unread body, and for a head that has begun."""
     server = start_server(receive_timeout=1.0)
     clients = []
     for sent in (LENGTH, LENGTH + b"12345", CHUNKED, CHUNKED + b"1\r\nx\r"):
@@ -246,7 +246,7 @@ def test_the_receive_timeout_applies_after_an_answer(start_server: Callable[...,
 def test_after_a_body_that_was_not_read(
     start_server: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The connection goes on, and when it is idle it ends like others."""
+    """The connection serves further requests, and ends like others when it is idle."""
     monkeypatch.setattr("minisgl.server.api.http.server.KEEP_ALIVE_SECONDS", 0.5)
     client = RawClient(start_server().port)
     client.socket.sendall(LENGTH)
@@ -258,7 +258,7 @@ def test_after_a_body_that_was_not_read(
 
 
 def test_an_endless_head_after_a_request(start_server: Callable[..., RunningServer]) -> None:
-    """It does not end the answer that is being given, and is waited for from then on."""
+    """The head does not end the running answer; the receive timeout begins after that answer."""
     client = RawClient(start_server(receive_timeout=1.0, tick=0.1).port)
     data = json.dumps({"prompt": "x", "stream": True, "max_tokens": 20}).encode()
     client.socket.sendall(
@@ -315,7 +315,7 @@ def http_1_0(server: RunningServer, line: str, body: dict[str, object], headers:
 
 @pytest.mark.parametrize("headers", ["", "connection: keep-alive\r\n"])
 def test_a_stream_to_a_client_of_http_1_0(server: RunningServer, headers: str) -> None:
-    """It knows no chunks: the stream is bare, and ends with the connection."""
+    """HTTP/1.0 has no chunked encoding: the stream is sent as it is, and ends with the connection."""
     fields = {"stream": True, "max_tokens": 30}
     for path, prompt in (("/v1/completions", "hello"), ("/generate", "big hello")):
         head, body = http_1_0(server, f"POST {path}", {"prompt": prompt, **fields}, headers)
@@ -353,7 +353,7 @@ def test_other_answers_to_a_client_of_http_1_0(server: RunningServer) -> None:
 
 
 def test_a_client_that_never_reads_and_never_leaves(start_server: Callable[..., RunningServer]) -> None:
-    """Its request ends with its connection, which the kernel ends when nothing is taken for too long."""
+    """The kernel ends a connection that takes nothing for too long, and the request ends with it."""
     listener = bind("127.0.0.1", 0, send_timeout=0.5)
     server = start_server(listener=listener)
     deaf = RawClient(server.port, receive_buffer=4096)
@@ -366,7 +366,7 @@ def test_a_client_that_never_reads_and_never_leaves(start_server: Callable[..., 
 
 
 def test_a_slow_reader_is_not_cut(start_server: Callable[..., RunningServer]) -> None:
-    """It takes something now and then."""
+    """A client that reads something now and then keeps its connection."""
     listener = bind("127.0.0.1", 0, send_timeout=2.0)
     server = start_server(listener=listener)
     slow = RawClient(server.port, receive_buffer=4096)

@@ -60,7 +60,7 @@ def test_a_foreign_web_page_gets_nothing_done(server: RunningServer, path: str, 
 
 
 def test_pages_may_send_requests_that_change_nothing(server: RunningServer) -> None:
-    """They cannot read it, unless CORS allows that."""
+    """A page cannot read the answers, unless CORS allows that."""
     for path in ("/health", "/v1/models", "/metrics"):
         assert server.get(path, headers=PAGE).status_code == 200
 
@@ -178,7 +178,7 @@ def test_the_admin_key_comes_from_the_flag_or_the_environment(monkeypatch: pytes
 
 
 def test_the_readme_shows_a_request_that_is_taken() -> None:
-    """curl sends -d as a form, unless it is told otherwise."""
+    """The README's command sets the content type, because curl -d sends a form by default."""
     text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     commands = [block for block in text.split("```") if "curl " in block]
     assert commands

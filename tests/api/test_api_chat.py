@@ -61,7 +61,7 @@ def test_stream_concatenates_to_the_whole_answer(server: RunningServer, n: int) 
 
 
 def test_a_streams_last_chunk_tells_of_the_token_that_ended_it() -> None:
-    """Its text is empty, so no chunk before can have its log-probability and id."""
+    """The token has no text, so only the last chunk can carry its log probability and id."""
     body = ChatBody(messages=[], logprobs=True, return_token_ids=True)
     options = ChatOptions(body=body, model=MODEL, parser=lambda _end: None)
     writer = ChatWriter(options)

@@ -44,7 +44,7 @@ def idle(client: EngineClient) -> bool:
 
 
 class Reader:
-    """A sink that notes what it is given, and may be behind."""
+    """A sink that records what it receives, and can be made slow."""
 
     def __init__(self) -> None:
         self.taken: list[list[tuple[int, str, str | None]]] = []

@@ -112,7 +112,7 @@ def test_requests_cut_anywhere(cuts: set[int]) -> None:
 @settings(deadline=None)
 @given(st.integers(1, len(SENT[3][0])))
 def test_bytes_sent_before_an_answer_are_never_read(length: int) -> None:
-    """Neither as a request nor as what is wrong, and the connection closes behind the answer."""
+    """The bytes are neither a request nor an error, and the connection closes after the answer."""
     for early in (SENT[3][0][:length], b"hello\r\n\r\n"[:length], b"\r\nGET"[:length] + b"a" * 2 * MAX_HEAD_BYTES):
         requests, wire = asyncio.run(send_all([SENT[4][0] + early, b"x" * 100, *[sent for sent, _ in SENT]]))
         assert requests == EXPECTED[4:]
@@ -167,7 +167,7 @@ def test_many_header_lines() -> None:
 
 @pytest.mark.parametrize("more", [0, 1])
 def test_the_largest_head(more: int) -> None:
-    """It comes in one packet or in several; before and after it there are others."""
+    """The head arrives in one packet or in several, between other requests."""
     head = b"POST /1 HTTP/1.1\r\nhost: a\r\ncontent-length: 70000\r\nx: "
     head += b"a" * (MAX_HEAD_BYTES - len(head) - 4 + more) + b"\r\n\r\n"
     sent = [post("/0", b"x" * 70_000), head + b"y" * 70_000, post("/2", b"z")]
@@ -184,7 +184,7 @@ def test_chunks_have_no_limit_together() -> None:
 
 
 def test_a_refusal_is_not_taken_for_another_answer() -> None:
-    """It comes behind the answer to the request before."""
+    """A refusal is sent after the answer to the request before it."""
     for begin, status in (
         (b"hello\r\n\r\n", b"400"),
         (b"GET /2 HTTP/1.1\r\nhost: a\r\nx: " + b"a" * MAX_HEAD_BYTES, b"431"),

@@ -1,4 +1,4 @@
-"""The way out: what is in is answered, what comes is refused, and nobody is cut off without a word."""
+"""A drain answers the requests it has, refuses new ones, and closes no connection without an answer."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_at_the_end_every_request_gets_an_error_and_none_a_bare_cut(start_server
 
 
 def test_clients_wait_when_no_more_files_may_be_opened(start_server: Start, caplog: pytest.LogCaptureFixture) -> None:
-    """An event loop's own server closes them without a byte, or tells nobody that it has stopped."""
+    """asyncio's own server closes such clients without a byte, or stops accepting without a message."""
     server = start_server()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     clients = [socket.socket() for _ in range(8)]  # made before, because they are files of this process, too

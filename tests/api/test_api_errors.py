@@ -1,4 +1,4 @@
-"""Everything that is wrong with a request, and what its client is told."""
+"""Every kind of wrong request, and the error that its client gets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 def check_error(response: Any, status: int, param: str | None) -> dict[str, Any]:
-    """It is OpenAI's error object and nothing else."""
+    """Check that the body is OpenAI's error object and nothing else."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     assert response.headers["x-request-id"]
@@ -354,7 +354,7 @@ def test_unknown_routes_and_methods(server: RunningServer) -> None:
 
 
 def test_clients_do_not_retry_permanent_errors(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """openai's client repeats a request after most errors of the server, unless it is told not to."""
+    """openai's client repeats a request after most server errors, unless a header forbids it."""
     calls = []
 
     def broken(*_args: object) -> None:
@@ -400,7 +400,7 @@ def test_refused_by_the_tokenizer(server: RunningServer, stream: bool, field: st
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_error_of_a_worker_is_no_error_of_the_client(server: RunningServer, stream: bool) -> None:
-    """It was a 400, with the text of the exception in it."""
+    """Once such an error was a 400 with the text of the exception."""
     body = {"messages": [{"role": "user", "content": "broken"}], "stream": stream}
     response = server.post(CHAT, json=body)
     error = check_error(response, 500, None)

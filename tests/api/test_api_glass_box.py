@@ -1,4 +1,4 @@
-"""The page and its data: who may read them, what a browser is told, and what the engine is asked."""
+"""The glass box: who may read the page and its data, and how often it asks the engine."""
 
 from __future__ import annotations
 

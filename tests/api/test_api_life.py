@@ -121,7 +121,7 @@ VERSION = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
 @pytest.mark.parametrize("reset", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_leaves_that_has_asked_further(server: RunningServer, stream: bool, reset: bool) -> None:
-    """Requests behind the one that is being answered are dropped, but the client's end is noticed."""
+    """The end of the connection is noticed, and pipelined requests are dropped."""
     client = RawClient(server.port)
     client.socket.sendall(keep_alive(chat("hold", stream=stream)) + VERSION * 3)
     server.engine.wait_for(Generate)
@@ -130,7 +130,7 @@ def test_a_client_leaves_that_has_asked_further(server: RunningServer, stream: b
 
 
 def test_a_request_sent_before_an_answer_is_left_to_another_connection(server: RunningServer) -> None:
-    """The answer under way is whole, and the connection closes behind it, however the two were cut."""
+    """The running answer is complete, and the connection closes after it, however the bytes were cut."""
     ask = keep_alive(chat("one two", stream=True))
     sent = ask + VERSION * 2
     for cut in (len(sent), len(ask) + 3, len(ask) - 3, len(ask) + len(VERSION) + 30):
@@ -207,7 +207,7 @@ def test_engine_error_in_a_whole_answer(server: RunningServer) -> None:
 def test_a_grammar_that_the_allowed_ids_exclude(
     server: RunningServer, stream: bool, body: dict[str, Any], param: str
 ) -> None:
-    """The client's contradiction: it is told of it, and not to come again."""
+    """The client's fields contradict each other: the error says so, and asks for no retry."""
     client = RawClient(server.port)
     client.post("/generate", {**body, "stream": stream})
     (generate,) = server.engine.wait_for(Generate)
@@ -240,7 +240,7 @@ def test_late_pieces_are_dropped_and_counted(server: RunningServer) -> None:
 
 
 def test_pieces_may_overtake_accepted(server: RunningServer) -> None:
-    """They come from different processes, so nothing orders them: the answer is whole all the same."""
+    """The two come from different processes in any order: the answer is complete in both."""
     for stream in (False, True):
         server.engine.received.clear()
         client = RawClient(server.port)

@@ -31,7 +31,7 @@ def metric(server: RunningServer, name: str) -> float:
 
 @pytest.fixture
 def loaded(start_server: Callable[..., RunningServer]) -> Iterator[RunningServer]:
-    """A server whose engine has told these counts, with one request that runs."""
+    """Start a server whose engine has reported these counts, with one running request."""
     server = start_server(beats=True)
     server.engine.scheduler_counts |= COUNTS
     client = RawClient(server.port)

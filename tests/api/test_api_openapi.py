@@ -92,7 +92,7 @@ def beyond(schema: Json) -> Iterator[tuple[Any, bool]]:
 
 
 def biases(count: int) -> dict[str, int]:
-    """So many different names of token ids, all of the vocabulary."""
+    """Name every token id of the vocabulary."""
     return {f"{i % 1000:0{3 + i // 1000}}": 0 for i in range(count)}
 
 

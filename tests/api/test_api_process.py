@@ -173,7 +173,7 @@ def test_signals_are_the_supervisors_to_handle(process: Process, signum: int) ->
 
 
 def test_a_message_it_does_not_know_ends_it(process: Process, engine: FakeEngine) -> None:
-    """Going on would leave somebody without an answer."""
+    """A process that ignored the message could leave a request without an answer."""
     process.serve()
     engine.say({"type": "Nonsense"})  # type: ignore[arg-type]
     assert isinstance(failed := process.pipe.receive(), Failed)

@@ -191,7 +191,7 @@ def test_echo_returns_the_continued_text(qwen: RunningServer) -> None:
 
 
 def test_continued_thought(qwen: RunningServer) -> None:
-    """An answer that was cut in its thought goes on in it; any other goes on as an answer."""
+    """An answer that was cut in its thought continues the thought; any other continues the content."""
 
     def continued(*texts: str) -> tuple[str | None, str]:
         begun = {"role": "assistant", "content": say(*texts)["messages"][0]["content"]}

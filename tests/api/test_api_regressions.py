@@ -43,7 +43,7 @@ def test_requests_that_crash_other_servers_are_refused(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_refused_prompt_is_answered(server: RunningServer, stream: bool) -> None:
-    """It is refused by the tokenizer worker, or at the edge when its ids alone show that it is too long."""
+    """The tokenizer worker refuses it, or the API server when its ids alone show that it is too long."""
     for prompt in ("refuse it: too long", [1] * LIMITS.max_seq_len):
         response = server.post("/v1/completions", json={"prompt": prompt, "stream": stream})
         assert response.status_code == 400

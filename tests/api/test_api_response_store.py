@@ -1,4 +1,4 @@
-"""Responses that are kept: found again by their owner alone, bounded, and in nobody's way."""
+"""Stored responses are found only by their owner, are bounded in number, and delay no other request."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_sdk_reads_logprobs(server: RunningServer) -> None:
 
 
 def test_streamed_logprobs_are_the_same(server: RunningServer) -> None:
-    """They include tokens whose text is held back."""
+    """Chunks include tokens whose text is still held back."""
     whole = complete(server, logprobs=2, n=2, max_tokens=7)
     parts: dict[int, dict[str, list[Any]]] = {0: {}, 1: {}}
     texts = {0: "", 1: ""}
@@ -196,7 +196,7 @@ def test_offsets_of_parts_of_characters() -> None:
 
 
 def test_offsets_of_bytes_that_are_no_character() -> None:
-    """They read as U+FFFD."""
+    """Such bytes are decoded as U+FFFD."""
     parts = [position(text) for text in (b"\x80", b"a", b"\xe4\xb8", b"b", b"\xff\xff", b"c")]
     text = b"".join(part.chosen.text for part in parts).decode(errors="replace")
     offsets = TextLogprobsWriter(0).write(parts).text_offset

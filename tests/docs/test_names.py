@@ -33,7 +33,7 @@ NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
 
 @cache
 def files() -> frozenset[str]:
-    """All files, and folders with a slash behind, as paths from the root."""
+    """List all files, and all folders with a trailing slash, as paths from the root."""
     found = {path.name for path in ROOT.iterdir()}
     for folder in FOLDERS:
         for path in (ROOT / folder).rglob("*"):

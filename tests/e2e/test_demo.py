@@ -1,4 +1,4 @@
-"""The demo model behind the real server: if paging, chunking or caching is wrong, it visibly answers wrong.
+"""The demo model on a real server: wrong paging, chunking or caching shows as wrong answers.
 
 CI asks a few cases of each skill; `scripts/test tests/e2e --demo-cases 100` asks hundreds.
 """
@@ -83,7 +83,7 @@ def test_scores_under_every_setting(setting: str, cases: list[Case]) -> None:
 
 
 def test_scores_among_retractions(cases: list[Case], request: pytest.FixtureRequest) -> None:
-    """Beside answers that outgrow the pool: whoever came last makes room for them, again and again."""
+    """Other answers outgrow the pool, so that the newest requests are retracted again and again."""
     short = request.config.getoption("--demo-cases") < 10  # contexts: see `cases`
     num_pages, num_growers, length = (400, 24, 160) if short else (1024, 48, 256)
 

@@ -197,7 +197,7 @@ def test_thinking_is_switched_by_the_effort(client: OpenAI) -> None:
 
 
 def test_an_answer_is_continued(client: OpenAI) -> None:
-    """A cut answer goes on where it was cut, to the same end."""
+    """A cut answer continues from the cut to the same end."""
     for case in cases("recall", 3, lambda case: len(case.answer) > 12):
         whole = client.chat.completions.create(**params(case)).choices[0].message.content or ""
         begun = [*case.messages, {"role": "assistant", "content": whole[:8]}]

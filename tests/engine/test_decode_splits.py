@@ -49,7 +49,7 @@ def test_a_row_never_gets_more_warps_when_rows_are_added(
 
 
 def test_an_h100_begins_no_more_clusters_than_it_holds() -> None:
-    """It holds 30 of eight large blocks and 62 of four: more begin when others have ended, which took up to 1.3 us."""
+    """It holds 30 clusters of eight large blocks, or 62 of four; clusters beyond these start up to 1.3 us late."""
     held = {8: 30, 4: 62}
     for units in range(1, 50):
         splits = decode_splits(units, 132, 128, spills=False, fp8=False, slow_memory=True)

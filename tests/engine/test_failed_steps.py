@@ -54,7 +54,7 @@ def test_the_allocators_refusal_is_known_and_nothing_else() -> None:
 def test_steps_that_fail_anywhere_change_no_answer(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, where: str, sampled: bool
 ) -> None:
-    """Every fifth step fails: before or behind what it leaves on the device."""
+    """Every fifth step fails before or after its kernels have run."""
     params = [
         SamplingParams(
             temperature=0.8 if sampled else 0.0,

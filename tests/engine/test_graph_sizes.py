@@ -58,7 +58,7 @@ def test_experts_that_a_token_is_not_sent_to_do_not_count(tmp_path: Path) -> Non
 
 
 def test_the_products_of_a_model_are_known_before_its_weights(tmp_path: Path) -> None:
-    """Their kernels are compiled while weights are loaded. (width, size, norm, gate) of each kind."""
+    """Kernels are compiled while weights are loaded, so (width, size, norm, gate) must be known before."""
     plain = {(4096, 1024, True, None), (1024, 2048, False, None), (1024, 3072, False, None), (151936, 1024, True, None)}
     dense = meta_model(make_shape("0.6b", tmp_path)).kernel_needs(torch.bfloat16)
     assert dense.products == {*plain, (6144, 1024, True, "silu")}

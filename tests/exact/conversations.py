@@ -20,7 +20,7 @@ class Found:
 
 
 def converse(oracle: Oracle, **options: object) -> Found:
-    """Ask short prompts, prompts that part behind 65 tokens, and what goes on from their answers, in four rounds."""
+    """Ask short prompts, prompts that part after 65 tokens, and continuations of their answers, in four rounds."""
     rng = random.Random(0)
 
     def draw(length: int) -> list[int]:

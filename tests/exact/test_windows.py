@@ -1,4 +1,4 @@
-"""Pages behind a window are given back while requests run, and no token changes: one pool is far too small for them.
+"""Pages before a window are freed while requests run in a pool far too small for them; no token changes.
 
 `test_exact.py` and `test_families.py` have windowed families too, in all kinds of batches and on several ranks. Here
 the windowed group's pages are too few for one sequence, and prefixes are found whose windowed pages are partly gone.

@@ -132,7 +132,7 @@ def test_prompts_of_heads_of_512_dimensions(heads: tuple[int, int], dtype: torch
 
 @pytest.mark.parametrize("name", ["varlen", "torch"])
 def test_a_long_prefix_costs_no_scores(name: str) -> None:
-    """A chunk behind 30,000 cached tokens takes a small part of what its scores would, 2 bytes each."""
+    """A chunk after 30,000 cached tokens takes a small part of the 2 bytes per score."""
     page_size, cached, queries = 64, 30_000, 2_048
     spec = AttentionSpec(32, 8, 128, page_size, BF16)
     pages = -(-(cached + queries) // page_size)

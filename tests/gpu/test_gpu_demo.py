@@ -48,7 +48,7 @@ def test_answers_in_float32_are_those_of_the_cpu(cases: list[Case], on_the_cpu: 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_the_score_in_bfloat16_is_that_of_the_cpu(cases: list[Case], on_the_cpu: list[str], tp_size: int) -> None:
-    """But for a case in fifty, where two tokens are nearly as likely."""
+    """One case in fifty may differ, where two tokens are nearly as likely."""
     if tp_size > torch.cuda.device_count():
         pytest.skip("needs two GPUs")
     texts = answers(cases, "cuda", "bfloat16", tp_size)

@@ -116,14 +116,14 @@ def graphs_of(engine: Engine, batch: Batch) -> PrefillGraphs:
 
 
 def replayed(engine: Engine, batch: Batch) -> Tensor:
-    """Run a step from its graph: states behind the last layer [T, H]."""
+    """Replay a step's graph and return the states after the last layer [T, H]."""
     graphs = graphs_of(engine, batch)
     graphs.forward(batch)
     return graphs._states[: batch.num_tokens]
 
 
 def one_after_another(engine: Engine, batch: Batch) -> Tensor:
-    """Launch what the step's graph holds, each kernel behind the end of the one before it."""
+    """Launch the kernels of the step's graph, each after the end of the one before it."""
     from minisgl.kernel.compile import Compiler
 
     runner, graphs = engine._runner, graphs_of(engine, batch)

@@ -130,7 +130,7 @@ def test_prefills_that_find_no_memory_are_retried_in_parts(folder: Path) -> None
 
 @pytest.mark.parametrize("attention", ["auto", "torch"])
 def test_long_prefixes_and_log_probabilities_stay_within_the_ratio(folder: Path, attention: str) -> None:
-    """Chunks of 4096 tokens behind up to 28,000, one behind a cached prefix, and all log-probabilities of a prompt."""
+    """Chunks of 4096 tokens after up to 28,000, one after a cached prefix, and all log probabilities of a prompt."""
     torch.cuda.empty_cache()
     with LLM(
         str(folder),

@@ -285,7 +285,7 @@ def save_blocks(plain: Path, stored: Path, rounded: Path) -> None:
 
 @pytest.mark.parametrize("method", ["fp8", "int8", "int4"])
 def test_weights_are_rounded_as_on_the_cpu(method: Any) -> None:
-    """To the last bit: values of bfloat16 lie halfway between two of FP8 often."""
+    """Results agree to the last bit, though values of bfloat16 often lie halfway between two of FP8."""
     torch.manual_seed(0)
     weight = (torch.randn(768, 1024) * 0.05).bfloat16()
     made = []

@@ -139,7 +139,7 @@ def test_a_rank_that_dies_ends_the_call_that_needs_it() -> None:
 
 
 def test_a_rank_that_is_stopped_ends_the_call_that_needs_it() -> None:
-    """Its peer waits in a kernel, whose own patience is 300 seconds."""
+    """Its peer waits in a kernel whose own timeout is 300 seconds."""
     with LLM("demo", "bfloat16", tp_size=2, max_running_req=8, hang_timeout=3.0) as llm:
         llm.generate(PROMPTS, SamplingParams(max_tokens=2))
         (child,) = llm._ranks._children
@@ -183,7 +183,7 @@ def test_two_gpus_answer_as_one_does() -> None:
 
 
 def test_two_gpus_answer_as_one_does_in_bfloat16_from_graphs() -> None:
-    """But where the two likeliest tokens are nearly as likely, for sums are rounded in another order."""
+    """Answers may part where two tokens are nearly as likely, because sums are rounded in another order."""
     two, one = tokens_of(2, "bfloat16", "auto"), tokens_of(1, "bfloat16", "auto")
     same = sum(a == b for a, b in zip(two, one, strict=True))
     assert same >= len(PROMPTS) * 3 // 4

@@ -1,4 +1,4 @@
-"""Pages behind a window are given back on a GPU too: every log-probability is that of an engine that keeps them all.
+"""Freeing pages before a window on a GPU changes no log probability against an engine that keeps all pages.
 
 Random weights at true shapes, in 16 bits, prompts in chunks and answers from captured graphs. Both engines run the same
 batches, so what a kernel read of a page that is another's by now would show.

@@ -1,4 +1,4 @@
-"""Requests come, share prefixes, decode, end and are aborted, in any order and with far too few pages.
+"""Requests arrive, share prefixes, decode, end and are aborted, in any order and with far too few pages.
 
 The oracle is a plain list of cached prefixes in the order of their last use. A page's content stands for keys and
 values, which depend on all tokens before: the prefix up to the page's end. Every step compares the cache with the

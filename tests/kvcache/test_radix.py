@@ -241,7 +241,7 @@ def test_evicting_more_than_there_is_or_nothing() -> None:
 
 
 def test_loser_of_equal_prefill_keeps_its_pages() -> None:
-    """Two equal prompts prefilled side by side: nobody else may own the second one's pages until it ends."""
+    """Two equal prompts are prefilled at a time: the second one's pages stay its own until it ends."""
     pool = PagePool(8, cache := RadixCache(page_size=1))
     prompt = ids(1, 2, 3)
     handles = [cache.match(prompt[:-1]) for _ in range(2)]
@@ -282,7 +282,7 @@ def test_a_second_insert_takes_no_page_twice() -> None:
 
 
 def test_a_second_unlock_is_noticed() -> None:
-    """Not even when another request holds the same prefix, whose lock it would take."""
+    """Unlocking twice fails even when another request still locks the same prefix."""
     cache = RadixCache(page_size=1)
     cache.insert(ids(1, 2), ids(10, 11))
     ours, theirs = cache.match(ids(1, 2)), cache.match(ids(1, 2))

@@ -134,7 +134,7 @@ def test_logits_do_not_depend_on_the_number_of_ranks(saved: Callable[[str], tupl
 
 
 class Rank:
-    """One of several ranks whose peers nobody hears: enough to build and to load."""
+    """One of several ranks without its peers, which suffices to build and load a model."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size

@@ -123,7 +123,7 @@ def test_scales_beyond_the_layout_are_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["fp8", "int8"])
 def test_experts_that_are_rounded_stay_so(tmp_path: Path, method: str) -> None:
-    """They have the values of dense ones, and two ranks together round as one does."""
+    """Their values equal rounded dense weights, on one rank and on two."""
     make_model("qwen3-moe", hidden_size=128, moe_intermediate_size=64).save_pretrained(tmp_path)
     dense = load(tmp_path, SingleRank(), quantization=method, keeps_experts=None)
     packed = load(tmp_path, SingleRank(), quantization=method)

@@ -62,7 +62,7 @@ def test_pooling_is_read_from_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_causal_rerankers(tmp_path: Path) -> None:
-    """Their answers are named by words as in vLLM, or by LogitScore's ids."""
+    """The two answers are named by words as in vLLM, or by the ids of LogitScore."""
     (tmp_path / "words").mkdir()
     (tmp_path / "score").mkdir()
     words = folder(tmp_path / "words", vocab=("a", "yes", "no"))

@@ -187,7 +187,7 @@ def frozen_heap() -> Iterator[None]:
 
 @pytest.mark.usefixtures("frozen_heap")
 def test_a_call_in_python_that_takes_long_to_read_is_content() -> None:
-    """Its syntax tree is made on the event loop. Long strings are no trouble."""
+    """Python calls are parsed on the event loop, so their syntax is bounded; long strings are cheap."""
     tools = {"f": tool({"x": {}}, {})}
     longest = "1," * (MAX_CODE_CHARS // 2 - 4)
     for value, is_call in ((f"[{longest}]", True), (f"[{longest}{longest}]", False), (f"{'x, ' * 300_000!r}", True)):

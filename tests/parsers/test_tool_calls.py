@@ -249,7 +249,7 @@ def test_plain_text_is_not_held_back(form: str, text: str, cuts: list[int]) -> N
 
 
 def test_a_call_is_streamed() -> None:
-    """Its start leaves when its arguments begin, and they leave as they come."""
+    """The name is sent when the arguments begin, and the arguments as they come."""
     reader = parser("hermes")
     assert reader.feed('<tool_call>{"name": "f", "arguments"') == []
     assert reader.feed(': {"s"') == [CallStart(0, "id0", "f"), CallArguments(0, '{"s"')]

@@ -102,13 +102,13 @@ class Reference:
 
     @torch.no_grad()
     def states(self, ids: Sequence[int]) -> NDArray[np.float32]:
-        """States [tokens, hidden_size] behind the last norm."""
+        """Return the states [tokens, hidden_size] after the last norm."""
         states: NDArray[np.float32] = self.model(torch.tensor([ids])).last_hidden_state[0].numpy()
         return states
 
     @torch.no_grad()
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
-        """Logits of the classes, or of the token behind the last."""
+        """Return the logits of the classes, or of the token after the last one."""
         logits: torch.Tensor = self.model(torch.tensor([ids])).logits[0]
         return logits if logits.ndim == 1 else logits[-1]
 

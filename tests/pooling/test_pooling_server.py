@@ -1,4 +1,4 @@
-"""Embeddings of the real server, of two ranks, through OpenAI's client: those of transformers, whoever asks at once."""
+"""Embeddings of a real server of two ranks, asked by many clients at once, equal those of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that hang are told from idle, slow and starting ones, by what they answer and the time between looks."""
+"""Hung ranks are told from idle, slow and starting ones by their answers and the time between checks."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_an_answer_a_little_late_is_no_hang() -> None:
 
 
 def test_time_between_two_late_checks_does_not_count() -> None:
-    """While the machine sleeps nobody looks, and the ranks do not run either."""
+    """While the machine sleeps, neither the watch nor the ranks run."""
     one = HangWatch(2, LIMIT)
     one.look(PING_SECONDS)
     assert one.look(3600.0)[1] is None

@@ -1,4 +1,4 @@
-"""A device made of dictionaries: it executes plans as an engine would, and notices any corruption of the KV cache.
+"""A simulated device that executes plans as an engine would, and detects any corruption of the KV cache.
 
 Each place of the simulated KV pool holds the hash of all tokens up to the one written there. Before a row extends, all
 places of its prefix must hold what this very sequence put (or would have put) there; the sampled token is a function
@@ -148,7 +148,7 @@ class NoText:
 
 
 class SimulatedDevice:
-    """Slots, page table and KV pool; plans run when their result is asked for, as late as a device may be.
+    """Slots, page table and KV pool; a plan runs as late as a device may run it, when its result is requested.
 
     Steps for which `fails` returns True find no memory: at their launch (`fails_at_launch`, as on a CUDA stream), or
     when their result is asked for, as in a thread. What they and all steps behind them touch is then worth nothing.

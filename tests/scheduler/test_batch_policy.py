@@ -100,7 +100,7 @@ def random_chunks(rng: random.Random) -> tuple[Chunks, StepCost, float, list[tup
 
 
 def test_chunks_share_a_room() -> None:
-    """They keep to it, long prompts move and short ones need not wait for them; what is accepted gets tokens."""
+    """Chunks stay within their budget, long prompts progress, and short ones need not wait for them."""
     rng = random.Random(5)
     seen_heads = 0
     for _ in range(3000):
@@ -247,7 +247,7 @@ def test_turns_end_with_the_prompts() -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_long_prompt_a_flow_of_short_ones_and_a_stream(overlap: bool) -> None:
-    """The stream has a token in every step, who is short waits for nobody, and the long prompt moves half as fast."""
+    """The stream gets a token in every step, short prompts never wait, and the long prompt runs at half speed."""
     cost = StepCost(prefill_token=1e-3, decode_row=1e-3, fixed=1e-3)
     world = World(
         batch_policy="mixed",
@@ -299,7 +299,7 @@ class Clock:
 
 
 class TimedDevice:
-    """Takes `ratio` times as long as `cost` says for each step, one behind the other.
+    """Runs steps one after another, each for `ratio` times what `cost` predicts.
 
     With `tiles`, products beside decodes take as long as those of whole tiles.
     """

@@ -112,7 +112,7 @@ def test_a_request_that_fails_alone_ends_with_an_error_and_the_others_go_on(at_l
 
 
 def test_a_prompt_whose_last_chunk_failed_is_not_found_in_the_cache() -> None:
-    """It stands there from the launch on: with overlap, another of the same prompt enters before the failure shows."""
+    """The prompt is cached at its launch; with overlap, an equal prompt enters before the failure is known."""
     steps: list[Batch] = []
 
     def second_prefill_fails(batch: Batch) -> bool:
@@ -131,7 +131,7 @@ def test_a_prompt_whose_last_chunk_failed_is_not_found_in_the_cache() -> None:
 
 
 def test_with_other_ranks_a_failed_step_ends_the_loop() -> None:
-    """Theirs may wait in a collective for ever: nothing may be launched behind it."""
+    """The other ranks may wait in a collective forever, so nothing may be launched after the failure."""
     world = World(fails=lambda _: True)
     world.add(0, [1, 2, 3], max_tokens=4)
     loop = StepLoop(world.scheduler, world.device, overlap=True, retries=False)

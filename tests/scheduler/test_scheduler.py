@@ -327,7 +327,7 @@ def test_waiting_for_prefixes_starves_no_request() -> None:
 
 @pytest.mark.parametrize(("length", "steps"), [(8, 1), (30, 1), (30, 3)])
 def test_requests_enter_only_when_a_step_has_room_for_them(length: int, steps: int) -> None:
-    """So that one of higher priority who comes in the meantime goes before."""
+    """A later request of higher priority can thus still go first."""
     world = World(chunk=8)
     for seq_id in range(4):
         world.add(seq_id, [seq_id] * length, max_tokens=1, ignore_eos=True)
@@ -347,7 +347,7 @@ def test_equal_prompts_side_by_side_keep_their_pages() -> None:
 
 
 def test_a_recomputed_prefix_takes_no_promised_pages() -> None:
-    """It keeps its own pages, and the cached ones can be evicted for those who were admitted beside it."""
+    """It allocates its own pages, and the cached ones stay evictable for requests admitted beside it."""
     world = World(page_size=1, num_pages=60, chunk=32)
     prompt = list(range(20))
     world.add(0, prompt, max_tokens=1, ignore_eos=True)

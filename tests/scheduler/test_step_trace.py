@@ -1,4 +1,4 @@
-"""Steps that are recorded while somebody looks: all work is in them, and they are bounded."""
+"""Steps are recorded while a page is open: the records hold all work and are bounded."""
 
 from __future__ import annotations
 

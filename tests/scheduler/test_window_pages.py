@@ -38,7 +38,7 @@ def test_a_prefix_that_lost_its_window_is_of_use_again_when_it_was_computed_agai
 
 @pytest.mark.parametrize(("page_size", "num_window_pages"), [(1, 30), (PAGE, 12)])
 def test_a_conversation_continues_from_its_last_whole_page(page_size: int, num_window_pages: int) -> None:
-    """The window before the end is kept, though the host learns of an end when a step behind it is launched."""
+    """The window before the end is kept, though the host learns of the end after it launched a further step."""
     world = World(page_size=page_size, num_pages=400, window=WINDOW, num_window_pages=num_window_pages, chunk=16)
     known, cached = list(range(30)), 0
     for seq_id in range(9):

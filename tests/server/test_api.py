@@ -75,7 +75,7 @@ def test_text_to_tokens_and_back(server: Server, tokenizer: TextTokenizer) -> No
 
 
 def test_flush_and_salts(server: Server) -> None:
-    """Prefixes are shared with the same salt only, and with nobody after a flush."""
+    """A prefix is shared only under the same salt, and by no request after a flush."""
     assert post(server, "/flush_cache").json()["success"]
     first = complete(server, prompt=LONG)
     assert cached_tokens(first) == 0
@@ -120,7 +120,7 @@ def test_scores_do_not_depend_on_how_they_are_asked(server: Server) -> None:
 
 
 def test_offsets_are_places_in_the_text(server: Server) -> None:
-    """So are those of special tokens, which are skipped or not, and of bytes that are no text."""
+    """Offsets hold for special tokens, skipped or not, and for bytes that are no text."""
     for ids, skip, text, offsets in (
         ([97, 258, 98], True, "ab", [0, 1, 1]),
         ([97, 258, 98], False, "a<|im_end|>b", [0, 1, 11]),
@@ -192,7 +192,7 @@ def test_abort_ends_the_engines_work(server: Server) -> None:
 
 
 def test_a_huge_prompt_delays_no_other_request(server: Server) -> None:
-    """Megabytes of text took a tokenizer half a minute, and everybody behind it."""
+    """Megabytes of text once kept a tokenizer worker busy for half a minute."""
     tokenizer = worker_pids(server.process.pid)["minisgl.tokenizer.tokenizer_worker"]
     before = cpu_seconds(tokenizer)
     huge = "lorem ipsum " * 2_500_000

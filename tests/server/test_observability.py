@@ -39,7 +39,7 @@ def free_port() -> int:
 
 
 class Router:
-    """A subscriber to KV events, as vLLM's and SGLang's are written: it knows what it was told and nothing else."""
+    """A subscriber to KV events, written like those of vLLM and SGLang, that knows only what the events say."""
 
     def __init__(self, info: dict[str, Any]) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

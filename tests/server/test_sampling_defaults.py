@@ -51,7 +51,7 @@ def test_the_log_names_them(server: Server) -> None:
     ],
 )
 def test_max_new_tokens_is_a_cap(server: Server, path: str, body: dict[str, object], asked: dict[str, object]) -> None:
-    """It bounds what a request asks for, and what is as many as fit where the request leaves it out."""
+    """The flag bounds the request's max_tokens, and the default of a request without it."""
     for fields in ({}, asked):
         answer = httpx.post(f"{server.url}{path}", json=body | fields, timeout=60).json()
         usage = answer.get("usage") or answer["meta_info"]

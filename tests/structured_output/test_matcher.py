@@ -99,7 +99,7 @@ def test_own_stop_ids_are_allowed_only_where_an_end_is(drawer: Drawer) -> None:
 
 
 def test_a_stop_id_ends_even_a_grammar_that_allows_it(drawer: Drawer) -> None:
-    """It allows nothing else: the request asked for both."""
+    """The request asked for both: the grammar allows the id, and the id ends the answer."""
     matcher = start(drawer, Grammar("regex", "abc"), stop_token_ids=tuple(ids_of(drawer, "b")))
     assert advance(drawer, matcher, "a") is Progress.OPEN
     assert "b" in allowed(drawer, matcher)
@@ -280,7 +280,7 @@ def test_an_automaton_that_many_requests_have_filled_is_replaced(
 
 
 def test_a_long_answer_continues_with_a_new_automaton(drawer: Drawer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replay goes on where a request has more tokens than llguidance follows in one go."""
+    """A replay continues where an answer has more tokens than llguidance follows at once."""
     matchers = small_automata(drawer, monkeypatch, 50_000)
     matcher, rng = matchers.start(SamplingParams(grammar=MANY_STATES)), np.random.default_rng(0)
     first, letters = matcher.automaton, ids_of(drawer, "a", "b")
@@ -292,7 +292,7 @@ def test_a_long_answer_continues_with_a_new_automaton(drawer: Drawer, monkeypatc
 
 
 def test_a_grammar_that_fills_an_automaton_alone_fails(drawer: Drawer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not end as if it were complete."""
+    """The answer does not end as if it were complete."""
     matchers = small_automata(drawer, monkeypatch, 60)
     matcher = matchers.start(SamplingParams(grammar=MANY_STATES))
     mask = masks(drawer, 1)

@@ -239,7 +239,7 @@ def test_calls_or_content(matcher: Callable[..., LLMatcher], tokenizer: Tokenize
 
 
 def test_unsupported_schemas_are_refused_by_the_name_of_their_field(tokenizer: Tokenizer) -> None:
-    """A refusal names the field behind a thought too, and among the arguments of a tool."""
+    """The field is named even after a thought, and for a tool's arguments."""
     fitter = fitter_for(tokenizer, REASONING_FORMATS["qwen3"])
     bad = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)b"}}}
 
@@ -265,7 +265,7 @@ def test_unsupported_schemas_are_refused_by_the_name_of_their_field(tokenizer: T
     ],
 )
 def test_clients_cannot_write_templates(tokenizer: Tokenizer, text: str) -> None:
-    """Neither for themselves nor behind a thought."""
+    """Templates are refused both at the start of a grammar and after a thought."""
     fitter = fitter_for(tokenizer, REASONING_FORMATS["qwen3"])
     for end in (THOUGHTLESS, PLAIN):
         with pytest.raises(InvalidRequest) as refused:

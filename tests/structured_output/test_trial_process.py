@@ -85,7 +85,7 @@ def test_a_grammar_gets_no_more_memory_than_its_share() -> None:
 
 
 def test_no_grammar_keeps_others_from_being_checked() -> None:
-    """Neither many nor of many clients."""
+    """Many slow grammars delay others neither from one client nor from many."""
     validator = GrammarValidator({}, time_limit=0.3)
     hard = [Grammar("regex", f"{ENDLESS.text}{number}") for number in range(12)]
     checks = [validator.check(grammar, "hostile") for grammar in hard[:8]]

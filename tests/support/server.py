@@ -1,4 +1,4 @@
-"""Starts the real server as a user would, on any free port, and looks at what it leaves behind."""
+"""Starts the real server as a user would, on any free port, and checks that it leaves nothing when it ends."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ CHAT_TEMPLATE = """\
 
 
 class Unavailable(Exception):
-    """Neither in the cache nor to be had from the package index."""
+    """Says that the tokenizer is neither in the cache nor available from the package index."""
 
 
 @functools.cache

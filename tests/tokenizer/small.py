@@ -32,7 +32,7 @@ def converted_gguf() -> Tokenizer:
 
 
 def replaced() -> Tokenizer:
-    """Byte-level behind a step that changes tokens: it has no fast way."""
+    """Return a byte-level tokenizer after a step that changes tokens, which excludes the fast decoder."""
     tokenizer = byte_level()
     tokenizer.decoder = decoders.Sequence([decoders.Replace("Ġ", " "), decoders.ByteLevel()])
     return tokenizer

@@ -254,7 +254,7 @@ def test_developer_is_system_where_the_template_knows_no_better() -> None:
 
 
 def test_a_file_of_its_own_replaces_the_folders_templates(tmp_path: Path) -> None:
-    """It does so in the prompts, in what /tokenizer_info shows, and in the choice of parsers."""
+    """The file counts for prompts, for /tokenizer_info, and for the choice of parsers."""
     demo = demo_folder()
     file = tmp_path / "template.jinja"
     file.write_text("[TOOL_CALLS] {{ messages[0].content }}")
@@ -303,7 +303,7 @@ DOUBLED = "{% set n = namespace(s=START) %}{% for i in range(60) %}{% set n.s = 
     ],
 )
 def test_no_template_makes_what_does_not_fit(source: str) -> None:
-    """It is refused before it is made, when it is compiled and when it is rendered."""
+    """Too large results are refused before they are built, at compile time and at render time."""
     begin, peak = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(InvalidRequest, match="chat template refuses"):
         ChatTemplates({"default": source}, {}).render([{"role": "user", "content": "hi"}], None, {}, True)

@@ -182,7 +182,7 @@ def test_logprobs_travel_with_their_ids_while_text_is_held_back() -> None:
 
 @pytest.mark.parametrize("kind", sorted(small.KINDS.keys() - {"suffix"}))  # "suffix" ends words with a space
 def test_bytes_of_tokens_make_the_text(kind: str) -> None:
-    """Behind a first token: the start of a text may lose a space."""
+    """A token comes first, because the start of a text may lose a space."""
     tokenizer = small.KINDS[kind]()
     decoder = make_decoder(tokenizer)
     start, *rest = tokenizer.encode("a hello 世界 it's é", add_special_tokens=False).ids

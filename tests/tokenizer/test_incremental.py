@@ -85,7 +85,7 @@ def test_any_ids_of_any_kind(kind: str, data: st.DataObject, skip: bool) -> None
 @settings(deadline=None, max_examples=120)
 @given(data=st.data())
 def test_a_text_that_continues_another(kind: str, data: st.DataObject) -> None:
-    """Ids behind a text add to it what a whole decode does: no space in front is lost."""
+    """Ids add to a text what decoding the whole would add: no leading space is lost."""
     tokenizer, decoder = pair(kind)
     letter = next(
         tokenizer.token_to_id(token) for token in ("a</w>", "a", "▁a", "hello") if tokenizer.token_to_id(token)
@@ -174,7 +174,7 @@ def test_special_tokens_not_in_text() -> None:
 
 
 def test_skipped_and_unknown_tokens_within_a_character() -> None:
-    """They are taken out before the bytes are joined, as `tokenizers` does."""
+    """The tokens are removed before bytes are joined, as `tokenizers` does."""
     for kind in ("byte_level", "llama"):
         tokenizer, decoder = pair(kind)
         first, second, third = byte_ids(tokenizer, kind, "世".encode())

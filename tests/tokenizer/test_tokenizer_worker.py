@@ -176,7 +176,7 @@ def test_a_chat_goes_through_the_template(tokenizer: TextTokenizer) -> None:
 def test_too_long_prompt_is_refused(
     tokenizer: TextTokenizer, prompt: Any, sampling: dict[str, Any], field: str, says: str
 ) -> None:
-    """And so is every other prompt that cannot run: with an answer, never silently."""
+    """Every prompt that cannot run is refused with an answer, never silently."""
     refused, adds = admit(request(prompt, (1, 2), **sampling), tokenizer, LIMITS, GRAMMARS)
     assert isinstance(refused, Refused)
     assert refused.seq_ids == [1, 2]
@@ -189,7 +189,7 @@ def test_too_long_prompt_is_refused(
 def test_an_error_of_ours_is_one_requests_500_and_its_text_is_in_the_log_alone(
     tokenizer: TextTokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It was sent as a client's error with the words of an exception, which are none of the client's business."""
+    """Once the client got a 400 with the words of the exception."""
     for broken in (request(IdsPrompt(b"abc"), (1, 2)), request(TextPrompt("a"), (1, 2), bad_words=(5,), max_tokens=3)):
         caplog.clear()
         assert admit(broken, tokenizer, LIMITS, GRAMMARS) == (Refused([1, 2], status=500), [])

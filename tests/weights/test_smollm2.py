@@ -46,7 +46,7 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    """Fails where the weights are not: whoever asks for these tests wants them run."""
+    """Return the folder of the weights; without them the tests fail, because they were asked for by name."""
     path = Path(os.environ.get("MINISGL_SMOLLM2", ""))
     assert (path / "config.json").is_file(), "MINISGL_SMOLLM2 names no model folder: run scripts/test-weights"
     return path
