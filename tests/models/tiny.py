@@ -222,10 +222,9 @@ def make_model(kind: str, **changes: Any) -> Any:
 
     family, extra = KINDS[kind]
     torch.manual_seed(0)
-    text = (
-        "Text" if family in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe") else ""
-    )  # of a family whose other config has a vision tower
-    config = getattr(transformers, f"{family}{text}Config")(**copy.deepcopy({**SHAPE, **extra, **changes}))
+    has_vision = family in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe")
+    config_name = f"{family}TextConfig" if has_vision else f"{family}Config"
+    config = getattr(transformers, config_name)(**copy.deepcopy({**SHAPE, **extra, **changes}))
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
