@@ -1,1 +1,1 @@
-"""Tensor-parallel layers. Each is built for one rank of a TP group and says which checkpoint parts it keeps."""
+"""Tensor-parallel layers. Each is built for one rank of a TP group and says which parts of a checkpoint it keeps."""

@@ -35,9 +35,9 @@ def attend(
 def attend_rounded(
     layer: int, qkv: Tensor, heads: Heads, sinks: Tensor | None, ctx: ForwardContext, kv_of: int | None = None
 ) -> Fp8Rows | None:
-    """Do as `attend`, and round the rows [T, heads * head_dim] to FP8 as the product behind attention would.
+    """Do as `attend`, and round the rows [T, heads * head_dim] to FP8 as the output projection would.
 
-    None where no kernel does both: then nothing has been done.
+    Return None, and do nothing, if no kernel does both.
     """
     fused = ctx.fused.get(layer)
     if fused is None or not fused.rounds:
@@ -49,7 +49,7 @@ def attend_rounded(
 class Attention(nn.Module):
     """attention(norm(x)): [T, hidden_size] -> [T, hidden_size].
 
-    A rank has an even share of the query heads and the KV heads behind it. With `config.kv_of` there are queries alone,
+    A rank has an even share of the query heads and the KV heads they need. With `config.kv_of` there are only queries,
     which attend to the pages of that layer (Gemma 4 E2B, E4B): it has the same heads, window and rope.
     """
 
@@ -103,7 +103,7 @@ class Attention(nn.Module):
         if config.has_sinks:
             heads = range(tp.rank * self.num_heads, (tp.rank + 1) * self.num_heads)
             self.sinks = HeadParameter("sinks", config.num_heads, heads, dtype=dtype)
-        by_head = config.qk_norm == "head"  # the operations' norms
+        by_head = config.qk_norm == "head"  # norms of single heads, which the fused operations compute
         self.heads = Heads(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -122,7 +122,7 @@ class Attention(nn.Module):
         residual: Tensor | None = None,
         next_norm: Norm | None = None,
     ) -> Summed:
-        """Attend to norm(x); the end is `RowParallelLinear.add`."""
+        """Attend to norm(x). The output projection ends as `RowParallelLinear.add` does."""
         qkv, gate = self.qkv_proj(x, norm), None
         if self.output_gate:
             gate = qkv[:, -self.num_heads * self.head_dim :]
@@ -146,5 +146,5 @@ class Attention(nn.Module):
 
     @property
     def may_round(self) -> bool:
-        """True if what is attended to may be rounded to FP8 before it is stored, for the product behind it."""
+        """True if the output of attention may be rounded to FP8 before it is stored, because its product reads FP8."""
         return self.o_proj.takes_rounded and not self.output_gate

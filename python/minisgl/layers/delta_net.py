@@ -1,4 +1,4 @@
-"""Gated DeltaNet (Yang et al., 2024): a layer with a memory of fixed size in the place of attention."""
+"""Gated DeltaNet (Yang et al., 2024): a layer with a recurrent state of fixed size in the place of attention."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class GatedDeltaNet(nn.Module):
 
     @property
     def heads(self) -> DeltaHeads:
-        """Heads and weights of this rank."""
+        """Return the heads and weights of this rank."""
         return DeltaHeads(
             self.num_key_heads,
             self.num_value_heads,
@@ -72,13 +72,13 @@ class GatedDeltaNet(nn.Module):
         residual: Tensor | None = None,
         next_norm: Norm | None = None,
     ) -> Summed:
-        """Feed norm(x) through the recurrence; the end is `RowParallelLinear.add`."""
+        """Feed norm(x) through the recurrence. The output projection ends as `RowParallelLinear.add` does."""
         if ctx.recurrent is None:
             raise ValueError("a recurrent layer needs the layout of the step's rows")
         return self.out_proj.add(self._recur(self.in_proj(x, norm), ctx.recurrent, ctx), residual, next_norm)
 
     def _recur(self, projected: Tensor, rows: RecurrentRows, ctx: ForwardContext) -> Tensor:
-        """Rows of one token in a step of their own, all others in chunks: [T, value_heads * value_dim]."""
+        """Compute rows of one token by the step's formula and all others in chunks: [T, value_heads * value_dim]."""
         heads, (inputs, memory) = self.heads, ctx.kv.states(self.layer)
         single, chunked = rows.single, rows.chunked
         out = projected.new_empty(len(projected), self.num_value_heads * self.config.value_dim)
@@ -90,7 +90,7 @@ class GatedDeltaNet(nn.Module):
 
 
 class Convolution(nn.Module):
-    """Causal convolution of each channel of q, k and v by itself: weight [conv_size, channels] float32."""
+    """Depthwise causal convolution of q, k and v, one filter per channel: weight [conv_size, channels] float32."""
 
     def __init__(self, config: DeltaNetConfig, heads: range) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Convolution(nn.Module):
 
 
 def _value_heads(config: DeltaNetConfig, heads: range) -> range:
-    """Value heads behind these key heads."""
+    """Return the value heads that these key heads serve."""
     group = config.num_value_heads // config.num_key_heads
     return range(heads.start * group, heads.stop * group)
 
@@ -114,14 +114,14 @@ def _rows_of(heads: range, size: int, start: int = 0) -> range:
 
 
 def _qkv_rows(config: DeltaNetConfig, heads: range) -> Sequence[range]:
-    """Rows of q, k and v of these key heads, in a matrix that has all of q, then all of k, then all of v."""
+    """Return the rows of q, k and v of these key heads, in a matrix that has all of q, then all of k, then all of v."""
     keys, values = config.num_key_heads * config.key_dim, _value_heads(config, heads)
     q, k = (_rows_of(heads, config.key_dim, start) for start in (0, keys))
     return q, k, _rows_of(values, config.value_dim, 2 * keys)
 
 
 def _plain_parts(config: DeltaNetConfig, heads: range) -> Sequence[Part]:
-    """Matrices of q, k and v together, of z, of b and of a (Qwen3.5)."""
+    """Return the parts of Qwen3.5's matrices: q, k and v in one, then z, b and a."""
     keys, values = config.num_key_heads * config.key_dim, config.num_value_heads * config.value_dim
     mine = _value_heads(config, heads)
     return (
@@ -133,7 +133,7 @@ def _plain_parts(config: DeltaNetConfig, heads: range) -> Sequence[Part]:
 
 
 def _grouped_parts(config: DeltaNetConfig, heads: range) -> Sequence[Part]:
-    """Two matrices, whose rows are [q, k, v, z] and [b, a] of one key head after another (Qwen3-Next)."""
+    """Return the parts of Qwen3-Next's two matrices: rows [q, k, v, z] and rows [b, a], one key head after another."""
     group = config.num_value_heads // config.num_key_heads
     sizes = config.key_dim, config.key_dim, group * config.value_dim, group * config.value_dim
     block, starts = sum(sizes), [sum(sizes[:part]) for part in range(len(sizes))]

@@ -15,7 +15,7 @@ from minisgl.layers.weight_slice import WeightSlice
 
 
 class VocabShard:
-    """The token ids [start, stop) of one rank, of `size` rows with the padding."""
+    """The token ids [start, stop) of one rank, padded to `size` rows."""
 
     def __init__(self, vocab_size: int, tp: TPGroup) -> None:
         self.size = -(-vocab_size // tp.size)
@@ -43,7 +43,7 @@ class VocabEmbedding(nn.Module):
 
 
 class LMHead(Linear):
-    """norm(x) of [S, hidden_size] -> logits [S, vocab_size] on every rank. Given an embedding, it uses its weight.
+    """norm(x) of [S, hidden_size] -> logits [S, vocab_size] on every rank. A tied head uses the embedding's weight.
 
     `ctx.sharded_logits`: logits of the rank's shard alone, with its padding.
     """

@@ -26,7 +26,7 @@ from minisgl.layers.weight_slice import WeightSlice
 if TYPE_CHECKING:
     from minisgl.attention.base import AttentionPlan
 
-_EPS = 1e-6  # eps of the inner norms, whatever rms_norm_eps is
+_EPS = 1e-6  # eps of the inner norms, independent of rms_norm_eps
 
 
 class UpProjection(nn.Module):

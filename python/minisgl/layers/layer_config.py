@@ -1,4 +1,4 @@
-"""One decoder layer as the engine, tensor parallelism and the layers themselves know it. No torch."""
+"""Description of one decoder layer, for the engine, tensor parallelism and the layers themselves. No torch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class ProportionalScaling:
-    """Rotation of only the first `share` of a head's pairs, by the frequencies that all would have (Gemma 4)."""
+    """Rotation of only the first `share` of a head's pairs, by the frequencies that a full rotation has (Gemma 4)."""
 
     share: float
     factor: float  # divisor of the frequencies
@@ -62,7 +62,7 @@ RopeScaling: TypeAlias = Llama3Scaling | LinearScaling | YarnScaling | Proportio
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding (Su et al., 2021) over the first dimensions of a head, mostly all of them."""
+    """Rotary position embedding (Su et al., 2021) over the first dimensions of a head, usually all of them."""
 
     theta: float
     scaling: RopeScaling | None = None
@@ -80,7 +80,7 @@ NO_ROPE = RopeConfig(theta=1.0, partial_factor=0.0)  # positions are known by th
 
 @dataclass(frozen=True, slots=True)
 class LatentConfig:
-    """Multi-head latent attention (DeepSeek V2, 2024), whose cache has one row a token for all heads.
+    """Multi-head latent attention (DeepSeek V2, 2024), whose cache has one row per token for all heads.
 
     The row is a latent, of which each head makes a key and a value by its own matrices, and a rotated part that ends
     the key of every head.
@@ -90,38 +90,38 @@ class LatentConfig:
     nope_dim: int  # dimensions of a head's query and key without a rope
     rope_dim: int  # dimensions of a head's query and key with a rope
     value_dim: int  # dimensions of a head's value
-    q_rank: int | None  # size between the two matrices that make the queries; None: one matrix makes them
+    q_rank: int | None  # size between the two matrices that compute the queries; None: one matrix does
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """Grouped-query attention of one layer; a latent one has a single KV head of `latent.kv_rank + latent.rope_dim`."""
+    """Grouped-query attention of one layer; latent attention has one KV head of `latent.kv_rank + latent.rope_dim`."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rope: RopeConfig
     scale: float  # factor of q @ k before the softmax
-    window: int | None = None  # positions that a query attends to, its own included; None: all before it
-    qk_norm: QKNorm = "none"  # norms of q and k before their rotation: each head by itself, or all heads together
+    window: int | None = None  # positions that a query attends to, including its own; None: all before it
+    qk_norm: QKNorm = "none"  # norms of q and k before their rotation: per head, or over all heads together
     qkv_bias: bool = False
     out_bias: bool = False
-    v_norm: bool = False  # each head of v is normed, without weights (Gemma 4)
+    v_norm: bool = False  # each head of v is normalized, without weights (Gemma 4)
     k_is_v: bool = False  # v is the product of k's matrix, before its norm and rotation (Gemma 4)
-    has_sinks: bool = False  # a learned score of each head beside those of the positions, whose value is 0
-    output_gate: bool = False  # each head's output times the sigmoid of a gate, which stands in q_proj behind its query
+    has_sinks: bool = False  # each head has a learned score in its softmax, for a value of 0
+    output_gate: bool = False  # a head's output is multiplied by sigmoid(gate), whose rows follow q's in q_proj
     latent: LatentConfig | None = None
-    kv_of: int | None = None  # an earlier layer, whose K and V it attends to; None: it has its own
+    kv_of: int | None = None  # earlier layer whose K and V are read; None: it has its own
 
     @property
     def scales_kv_by_weights(self) -> bool:
-        """True if k and v, and what is made of them, are multiples of weights that belong to nothing else."""
+        """True if k and v, as the cache stores them, are multiples of weights that scale nothing else."""
         gated = self.output_gate and self.qk_norm == "none"  # q_proj has the gate, too
         return self.latent is None and self.kv_of is None and not (self.v_norm or self.k_is_v or gated)
 
     @property
     def rope_head_dim(self) -> int:
-        """Dimensions of a head that its rope is for, if not all of them are rotated: see RopeConfig.rotary_dim."""
+        """Size of a head for its rope, which may rotate only a part: see RopeConfig.rotary_dim."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     def heads_per_rank(self, tp_size: int) -> int:
@@ -133,7 +133,7 @@ class AttentionConfig:
         return len(self.kv_heads_of(0, tp_size))
 
     def kv_heads_of(self, rank: int, tp_size: int) -> list[int]:
-        """The KV head behind each equal block of a rank's query heads; a head may stand there more than once."""
+        """Return the KV head of each equal block of a rank's query heads; a head may occur more than once."""
         heads, group = self.heads_per_rank(tp_size), self.num_heads // self.num_kv_heads
         block = math.gcd(heads, group)
         return [head // group for head in range(rank * heads, (rank + 1) * heads, block)]
@@ -150,8 +150,8 @@ class DeltaNetConfig:
     num_value_heads: int
     key_dim: int  # per head
     value_dim: int  # per head
-    conv_size: int  # inputs, its own included, that the convolution of q, k and v reads for a token
-    grouped: bool = False  # the checkpoint has q, k, v and z, then b and a, of each key head together (Qwen3-Next)
+    conv_size: int  # inputs that the convolution of q, k and v reads for a token, including its own
+    grouped: bool = False  # the checkpoint's rows are ordered by key head (Qwen3-Next)
 
     def channels_per_rank(self, tp_size: int) -> int:
         """Channels of q, k and v together on each tensor-parallel rank."""
@@ -169,24 +169,24 @@ class MLPConfig:
 
 @dataclass(frozen=True, slots=True)
 class MoEConfig:
-    """A router and gated experts, of which each token is sent to a few."""
+    """A router and gated experts; each token is sent to a few experts."""
 
     num_experts: int
     intermediate_size: int  # per expert
     routing: Routing
-    shared_intermediate_size: int = 0  # size of the shared expert, to which every token goes; 0: none
-    shared_gate: bool = False  # its output times the sigmoid of a product with the token (Qwen2-MoE)
+    shared_intermediate_size: int = 0  # size of the shared expert, which every token uses; 0: none
+    shared_gate: bool = False  # the shared expert's output is multiplied by a sigmoid gate (Qwen2-MoE)
     choice_bias: bool = False  # scores have a bias when experts are chosen (DeepSeek V3)
-    float32_router: bool = False  # its product is float32
+    float32_router: bool = False  # the router's product is computed in float32
     activation: ExpertActivation = "silu"
-    router_name: str = "gate"  # in the checkpoint
+    router_name: str = "gate"  # the router's name in the checkpoint
     router_bias: bool = False
     expert_bias: bool = False
-    interleaved: bool = False  # the checkpoint stacks transposed experts, gate and up in turns (gpt-oss)
-    whole: bool = False  # a rank has some of the experts, not a share of each
+    interleaved: bool = False  # the checkpoint stacks transposed experts, gate and up rows alternating (gpt-oss)
+    whole: bool = False  # a rank has some whole experts, not a share of each
 
     def held_by(self, rank: int, tp_size: int) -> range:
-        """Experts of a tensor-parallel rank: all, or as many of them in a row as each other rank has, or one more."""
+        """Return the experts of a tensor-parallel rank: all, or a range; the ranges' sizes differ by at most one."""
         if not self.whole:
             return range(self.num_experts)
         return range(rank * self.num_experts // tp_size, (rank + 1) * self.num_experts // tp_size)
@@ -197,13 +197,13 @@ class NormConfig:
     """RMSNorm of all layers of a model."""
 
     eps: float
-    float32: bool = False  # its weights are kept in float32, so that only the result is rounded
+    float32: bool = False  # weights are kept in float32, so that only the result is rounded
     unit_offset: bool = False  # the checkpoint holds w - 1 of each weight w
 
 
 @dataclass(frozen=True, slots=True)
 class NormNames:
-    """Checkpoint names of a layer's RMSNorms: in front of attention and MLP, and behind each. None: there is none."""
+    """Checkpoint names of a layer's RMSNorms before and after attention and MLP; None: the layer has no such norm."""
 
     attention: str | None = "input_layernorm"
     mlp: str | None = "post_attention_layernorm"
@@ -213,17 +213,17 @@ class NormNames:
 
 @dataclass(frozen=True, slots=True)
 class LayerInputConfig:
-    """Embeddings that each layer has of the tokens, beside the states (Gemma 4 E2B, E4B)."""
+    """Embeddings of the tokens for each layer, in addition to the states (Gemma 4 E2B, E4B)."""
 
     size: int
-    vocab_size: int  # ids that the table has
+    vocab_size: int  # number of ids in the table
 
 
 @dataclass(frozen=True, slots=True)
 class Gemma4Parts:
-    """Parts of a Gemma 4 layer beside attention and MLP. A learned factor of the layer's output all have."""
+    """Parts of a Gemma 4 layer besides attention and MLP. Each layer also scales its output by a learned factor."""
 
-    experts: MoEConfig | None = None  # beside the MLP, with its activation
+    experts: MoEConfig | None = None  # in addition to the MLP, with its activation
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,13 +238,13 @@ class LayerConfig:
 
     @property
     def experts(self) -> MoEConfig | None:
-        """The experts in the place of the MLP or beside it."""
+        """The experts of the layer, in place of the MLP or in addition to it."""
         if isinstance(self.mlp, MoEConfig):
             return self.mlp
         return None if self.gemma4 is None else self.gemma4.experts
 
     def with_whole_experts(self) -> LayerConfig:
-        """Return the layer with its experts, if it has any, whole."""
+        """Return the layer with experts that ranks hold whole, if it has experts."""
         if self.experts is None:
             return self
         experts = replace(self.experts, whole=True)

@@ -1,4 +1,4 @@
-"""Matrix products divided among ranks: by output rows (no exchange), or by input columns (the parts are summed)."""
+"""Matrix products divided among ranks: by output rows (no exchange), or by input columns (partial sums are added)."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def zeros(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 
 
 def unallocated(*shape: int, dtype: torch.dtype) -> nn.Parameter:
-    """A parameter without memory yet."""
+    """Return a parameter without memory."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
 
 
 class HeadParameter(nn.Module):
-    """A rank's share of a learned number by head: weight [heads], under its own name in the checkpoint."""
+    """A rank's share of a learned number per head: weight [heads], under its own name in the checkpoint."""
 
     def __init__(self, checkpoint_name: str, num_heads: int, kept: range, *, dtype: torch.dtype) -> None:
         super().__init__()
@@ -64,16 +64,16 @@ class HeadParameter(nn.Module):
 
 
 class Linear(nn.Module):
-    """A module whose weight [out, in] is read by products alone, which are bound to it when it has been loaded.
+    """A module whose weight [out, in] is read only by products, which are bound to it once it is loaded.
 
-    Until then `levels` may stand for the weight, or `grid` say what values it has. A weight that levels stand for stays
+    Until then `levels` may replace the weight, or `grid` describe its values. A weight that levels replace stays
     on the meta device: it has a shape and no memory.
     """
 
     weight: nn.Parameter
     levels: Levels | None = None
-    grid: Int4Grid | None = None  # grid of a weight that was rounded to 4 bits
-    gated = False  # its first half gates its second
+    grid: Int4Grid | None = None  # grid of a weight that was rounded to 4 bits when it was loaded
+    gated = False  # the first half of the output gates the second
     product: Weight
 
 
@@ -99,7 +99,7 @@ def bind_weights(model: nn.Module, ops: Ops) -> None:
 
 
 def product_labels(model: nn.Module) -> str:
-    """Tell how many bound weights are read in which layout."""
+    """Return how many bound weights have which layout."""
     labels = Counter(module.product.label for module in model.modules() if isinstance(module, Linear))
     return ", ".join(f"{count} matrices in {label}" for label, count in labels.items())
 
@@ -130,12 +130,12 @@ class ColumnParallelLinear(Linear):
         return self._slices([(f"{beside}.{part.name}", 0, part.rows) for part in self.parts])
 
     def stacked_slices(self, name: str) -> Iterator[WeightSlice]:
-        """Everything this layer keeps of a checkpoint that holds the parts as one matrix of this layer's name."""
+        """Return all slices that this layer keeps of a checkpoint with one matrix of this layer's name."""
         *starts, total = accumulate((part.rows for part in self.parts), initial=0)
         return self._slices([(name, start, total) for start in starts])
 
     def _slices(self, sources: Iterable[tuple[str, int, int]]) -> Iterator[WeightSlice]:
-        """Slices of each part's source: the matrix's name, the part's first row in it, and all its rows."""
+        """Return the slices of each source: the matrix's name, the part's first row in it, and its number of rows."""
         for kind, tensor in (("weight", self.weight), ("bias", self.bias)):
             at = 0
             for part, (name, start, total) in zip(self.parts, sources, strict=True):
@@ -146,7 +146,7 @@ class ColumnParallelLinear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """One matrix whose input columns are divided: [T, in_features / size] -> the rank's part of [T, out_features].
+    """One matrix whose input columns are divided: [T, in_features / size] -> a partial sum of [T, out_features].
 
     The product is the sum of the ranks' parts; the first rank's has the bias.
     """
@@ -160,11 +160,11 @@ class RowParallelLinear(Linear):
 
     @property
     def takes_rounded(self) -> bool:
-        """True if x may be rounded already, as the product would round it."""
+        """True if x may already be rounded as the product would round it."""
         return isinstance(self.product, Fp8Products)
 
     def forward(self, x: Tensor | Fp8Rows, residual: Tensor | None = None) -> Tensor:
-        """The rank's part, plus `residual` [T, out_features], which may be overwritten."""
+        """Return the rank's partial sum plus `residual` [T, out_features], which may be overwritten."""
         bias = self.bias if self.tp.rank == 0 else None
         if isinstance(x, Fp8Rows):
             return cast(Fp8Products, self.product).linear_of_rounded(x, bias, residual)

@@ -43,11 +43,11 @@ class GatedMLP(nn.Module):
         residual: Tensor | None = None,
         next_norm: Norm | None = None,
     ) -> Summed:
-        """Feed norm(x) forward; the end is `RowParallelLinear.add`."""
+        """Feed norm(x) forward. The down projection ends as `RowParallelLinear.add` does."""
         return self.down_proj.add(self._hidden(x, norm), residual, next_norm)
 
     def part(self, x: Tensor, before: Tensor | None = None) -> Tensor:
-        """The rank's part of what x gives, plus `before` [T, hidden_size], which may be overwritten."""
+        """Return the rank's partial sum for x plus `before` [T, hidden_size], which may be overwritten."""
         y: Tensor = self.down_proj(self._hidden(x, None), before)
         return y
 
@@ -100,7 +100,7 @@ class SparseMLP(nn.Module):
         return self.tp.all_reduce_norm(y, residual, next_norm)
 
     def _mixture(self, tokens: int, ops: Ops) -> Mixture:
-        """Return the experts, with the shared one if the kernels take it as further ones."""
+        """Return the experts, with the shared expert among them if the kernels merge it."""
         mixture = self.experts.mixture
         biases = mixture.biases._replace(choice=self.router.choice_bias)
         mixture = mixture._replace(biases=biases, shared=self._mergeable)
@@ -108,7 +108,7 @@ class SparseMLP(nn.Module):
 
     @property
     def _mergeable(self) -> SharedExpert | None:
-        """The shared expert if it is computed as the others are."""
+        """Return the shared expert if the kernels can compute it like the others."""
         block, router, gate = self.shared_expert or self.shared_experts, self.router, self.shared_expert_gate
         if block is None or self.experts.activation != "silu" or not (router.bias is self.experts.w13_bias is None):
             return None
@@ -121,7 +121,7 @@ class SparseMLP(nn.Module):
 
     @property
     def kernel_experts(self) -> ExpertKind:
-        """Kind of experts for which kernels are compiled."""
+        """Return the kind of experts for which kernels are compiled."""
         experts, router, kind = self.experts, self.router, self.experts.kind
         if router.weight.dtype == torch.float32 and experts.routing.plain and router.choice_bias is None:
             kind = kind._replace(logits=torch.float32)
@@ -133,7 +133,7 @@ class SparseMLP(nn.Module):
 
 
 class TokenGate(nn.Module):
-    """sigmoid(weight @ x): [T, hidden_size] -> [T, 1]. Every rank has it."""
+    """sigmoid(weight @ x): [T, hidden_size] -> [T, 1], the same on every rank."""
 
     def __init__(self, hidden_size: int, *, dtype: torch.dtype) -> None:
         super().__init__()
@@ -201,16 +201,16 @@ class Experts(nn.Module):
 
     @property
     def kind(self) -> ExpertKind:
-        """Kind of experts for which kernels are compiled."""
+        """Return the kind of experts for which kernels are compiled."""
         form = self.packed[0].format if self.packed else None
         return ExpertKind(self.num_experts, self.routing.top_k, self.activation, form)
 
     def graph_safe(self, ops: Ops) -> bool:
-        """True if their work is the same whatever the data."""
+        """True if the kernels do the same work whatever the data."""
         return ops.moe_graph_safe(self.mixture)
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
-        """Three matrices an expert: `experts.0.gate_proj.weight`."""
+        """Return three matrices per expert, such as `experts.0.gate_proj.weight`."""
         hidden, size = self.hidden_size, self.intermediate_size
         kept, every = slice(self.start, self.start + self.share), slice(None)
         for expert in range(self.num_experts):
@@ -226,7 +226,7 @@ class Experts(nn.Module):
             yield ExpertSlice(matrix, (hidden, size), source, self.w2[own], gated=False, first=own, rows=every)
 
     def stacked_slices(self, name: str) -> Iterator[WeightSlice]:
-        """Slices of stacked experts, `experts.gate_up_proj`: transformers 5 has them so in memory and may save them."""
+        """Return slices of stacked experts, `experts.gate_up_proj`, which transformers 5 has in memory and may save."""
         count, hidden, size = self.num_experts, self.hidden_size, self.intermediate_size
         every, experts = slice(None), self._experts
         for rows, begin in zip(self._halves, (self.start, size + self.start), strict=True):

@@ -51,17 +51,17 @@ class RMSNorm(nn.Module):
 
 
 def params_of(norm: RMSNorm | None) -> Norm | None:
-    """Return the parameters of a norm that a family may not have."""
+    """Return the parameters of a norm, or None where the family has no such norm."""
     return None if norm is None else norm.params
 
 
 def all_params(*norms: RMSNorm | None) -> tuple[Norm, ...]:
-    """Return the parameters of those norms that there are."""
+    """Return the parameters of the norms that are not None."""
     return tuple(norm.params for norm in norms if norm is not None)
 
 
 class ProjectionNorm(RMSNorm):
-    """RMSNorm over all heads of a projection, of which a rank has some (OLMo 2).
+    """RMSNorm over all heads of a projection, of which a rank holds some (OLMo 2).
 
     The mean square is that of all ranks: equal shares, in which a KV head that is replicated counts as often as others.
     """

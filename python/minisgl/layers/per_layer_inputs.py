@@ -1,4 +1,4 @@
-"""Inputs of each layer beside the states (Gemma 4 E2B, E4B): embeddings of the tokens that every layer has anew."""
+"""Inputs of each layer in addition to the states (Gemma 4 E2B, E4B): every layer has its own token embeddings."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PerLayerInputs(nn.Module):
         super().__init__()
         self.tp, self.size = tp, config.size
         self.vocab_size, self.shard = config.vocab_size, VocabShard(config.vocab_size, tp)
-        self.eps = norm.eps * hidden_size  # so that the norm of the projection is that of projection / root
+        self.eps = norm.eps * hidden_size  # makes norm(projection) equal to norm(projection / root)
         self.table_scale = torch.tensor(config.size**0.5, dtype=dtype, device="cpu").item()  # rounded as in training
         self.table = vocab_weight(self.shard, num_layers * config.size, dtype)
         self.projection = empty(num_layers * config.size, hidden_size, dtype=dtype)

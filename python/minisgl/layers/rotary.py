@@ -44,12 +44,12 @@ def cos_sin_table(head_dim: int, max_positions: int, rope: RopeConfig) -> Tensor
     rotary_dim = rope.rotary_dim(head_dim)
     angles = torch.outer(positions, frequencies(rotary_dim, rope))
     factor = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
-    still = (0, (head_dim - rotary_dim) // 2)  # pairs of a head that are not rotated, see `paired_rows`
+    still = (0, (head_dim - rotary_dim) // 2)  # number of pairs per head that are not rotated, see `paired_rows`
     return torch.cat((F.pad(angles.cos() * factor, still, value=1.0), F.pad(angles.sin() * factor, still)), dim=-1)
 
 
 def query_scales(max_positions: int, scaling: QueryScaling) -> Tensor:
-    """[max_positions] float32 on the CPU: factor of the query at each position."""
+    """[max_positions] float32 on the CPU: the factor of the query at each position."""
     positions = torch.arange(max_positions, device="cpu")
     return 1 + scaling.beta * torch.log(1 + torch.floor(positions / scaling.original_max_positions))
 
@@ -92,7 +92,7 @@ def frequencies(rotary_dim: int, rope: RopeConfig) -> Tensor:
 
 
 def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """Waves that fit the original context often stay, those that hardly fit are stretched, between is a ramp."""
+    """Keep short waves, stretch waves longer than the original context, and interpolate between (Llama 3.1)."""
     wavelengths = 2 * math.pi / plain
     longest = scaling.original_max_positions / scaling.low_freq_factor
     shortest = scaling.original_max_positions / scaling.high_freq_factor
@@ -108,7 +108,7 @@ def _yarn(waves: Tensor, theta: float, scaling: YarnScaling) -> Tensor:
     rotary_dim = 2 * len(waves)
 
     def dimension(turns: float) -> float:
-        """Dimension whose frequency turns this often in the original context."""
+        """Return the dimension whose frequency turns this often in the original context."""
         length = scaling.original_max_positions / (turns * 2 * math.pi)
         return rotary_dim * math.log(length) / (2 * math.log(theta))
 

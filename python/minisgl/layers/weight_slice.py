@@ -1,4 +1,4 @@
-"""Slices of a checkpoint by which a layer says what it takes, so that loading knows nothing of layers."""
+"""Slices of a checkpoint, by which a layer names its weights, so that loading needs no knowledge of layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class WeightSlice:
     target: Tensor  # a view of the parameter, as large as the source
     tied: bool = False
     offset: float = 0.0  # added to what the checkpoint holds
-    factor: float = 1.0  # factor of its values
+    factor: float = 1.0  # multiplies what the checkpoint holds
 
     @property
     def is_read(self) -> bool:
@@ -44,7 +44,7 @@ class Loadable(Protocol):
     """A layer with weights of a checkpoint."""
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
-        """Everything this layer keeps; `name` is its path in the model, which is also its checkpoint name."""
+        """Return all slices that this layer keeps; `name` is its path in the model and in the checkpoint."""
 
 
 @runtime_checkable
@@ -52,13 +52,13 @@ class Stackable(Protocol):
     """A loadable whose tensors some checkpoints hold stacked into one."""
 
     def stacked_slices(self, name: str) -> Iterator[WeightSlice]:
-        """Everything this layer keeps of such a checkpoint, in place of `weight_slices` if a file has the first one."""
+        """Return the slices of a stacked checkpoint; they replace `weight_slices` if a file has the first of them."""
 
 
 def row_slices(
     name: str, rows: int, kept: Sequence[range], target: Tensor, *, offset: float = 0.0
 ) -> Iterator[WeightSlice]:
-    """Ranges of a tensor's `rows` rows, one after another in the target."""
+    """Return ranges of a tensor's `rows` rows, one after another in the target."""
     at = 0
     for part in kept:
         source = (slice(part.start, part.stop, part.step), *[slice(None)] * (target.ndim - 1))
@@ -67,10 +67,10 @@ def row_slices(
 
 
 def elsewhere(name: str, shape: tuple[int, ...], like: Tensor) -> WeightSlice:
-    """A tensor that other ranks keep; `like`: any parameter of this one."""
+    """Return the slice of a tensor that only other ranks keep; `like` is any parameter of this rank."""
     return WeightSlice(name, shape, (slice(0, 0),) * len(shape), like[:0])
 
 
 def whole(name: str, target: Tensor, *, factor: float = 1.0) -> WeightSlice:
-    """A tensor that every rank keeps as it is, or times the factor."""
+    """Return the slice of a tensor that every rank keeps, multiplied by the factor."""
     return WeightSlice(name, tuple(target.shape), (slice(None),) * target.ndim, target, factor=factor)

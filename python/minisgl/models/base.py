@@ -1,4 +1,4 @@
-"""A model as the engine runs it, whoever computes its layers."""
+"""The model interface of the engine, for families of this package and for models of transformers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from minisgl.models.config.model_config import ModelConfig
 
 
 class Model(nn.Module, ABC):
-    """A decoder, `model`, and what reads its states.
+    """A decoder, `model`, and the head that reads its states.
 
     `model` maps a step of T tokens to [R, hidden_size]: the states of `ctx.logits_indices` (None: of all T tokens).
     """
 
     model: nn.Module
-    graphs_by_trial = False  # True: graphs hold its steps if a trial finds no fault
+    graphs_by_trial = False  # True: steps run in CUDA graphs if a trial capture succeeds
     # True: it can leave the logits of a rank's share of the vocabulary (`ForwardContext.sharded_logits`).
     shards_logits = True
 
@@ -29,16 +29,16 @@ class Model(nn.Module, ABC):
         self.dtype = dtype
 
     def forward(self, ctx: ForwardContext) -> Tensor:
-        """Logits [S, vocab_size] of the tokens that sample, in the model's dtype, the same on every rank."""
+        """Return logits [S, vocab_size] of the tokens that sample, in the model's dtype, the same on every rank."""
         return self.logits(self.model(ctx), ctx)
 
     @abstractmethod
     def logits(self, states: Tensor, ctx: ForwardContext) -> Tensor:
-        """[S, n] of states [S, hidden_size] that the decoder gave, the same on every rank."""
+        """Return [S, n] from the decoder's states [S, hidden_size], the same on every rank."""
 
     @abstractmethod
     def graph_safe(self, ops: Ops) -> bool:
-        """True if a decode launches the same work whatever its data, so that a CUDA graph may hold it."""
+        """True if a decode launches the same work whatever its data, as a CUDA graph demands."""
 
     @abstractmethod
     def prefill_graph_safe(self, ops: Ops) -> bool:
@@ -46,9 +46,9 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def kernel_needs(self, kv_dtype: torch.dtype) -> KernelNeeds:
-        """The kernels that steps over a KV pool of this dtype will ask for."""
+        """Return the kernels that steps over a KV pool of this dtype need."""
 
     @property
     @abstractmethod
     def layer_weights(self) -> int:
-        """Number of the last layer's weights that each token is multiplied by."""
+        """Return the number of weights of the last layer that each token is multiplied by."""

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors by this decoder's names, as floating point values whatever they are stored as."""
+"""A checkpoint's tensors under this decoder's names, as floating-point values whatever their stored format."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from minisgl.quantization.schemes import Quantization
 
 logger = logging.getLogger(__name__)
 
-_OPEN_FILES = 4  # at a time; a matrix and its scales may be in different ones
-_BLOCK = 1 << 24  # values that are dequantized at a time
+_OPEN_FILES = 4  # at a time, because a matrix and its scales may be in different files
+_BLOCK = 1 << 24  # number of values dequantized at a time
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -56,7 +56,7 @@ class _Files:
 
 
 class Checkpoint:
-    """Tensors of a model's folder, those of quantized matrices under the names that plain ones would have.
+    """Tensors of a model's folder; quantized matrices have the names of the plain tensors that they replace.
 
     Raises WeightError for files that cannot be read and for quantized matrices that do not fit the config.
     """
@@ -89,7 +89,7 @@ class Checkpoint:
         self._factors: dict[str, float] = {}  # powers of two, by which weights are multiplied
 
     def __iter__(self) -> Iterator[str]:
-        """Names, those of a file together."""
+        """Yield the names, file by file."""
         return iter(self._tensors)
 
     @property
@@ -98,7 +98,7 @@ class Checkpoint:
 
     @property
     def has_kv_scales(self) -> bool:
-        """True if it has scales of an 8-bit KV cache."""
+        """True if the checkpoint has scales of an 8-bit KV cache."""
         return bool(self._kv_scales)
 
     def apply_kv_scales(self) -> None:
@@ -112,7 +112,7 @@ class Checkpoint:
         logger.info("scales of the FP8 KV cache of %d layers, %g to %g", len(scales), min(every), max(every))
 
     def factor(self, name: str) -> float:
-        """Power of two by which `read_into` and `read_levels_into` multiply a tensor."""
+        """Return the power of two by which `read_into` and `read_levels_into` multiply a tensor."""
         return self._factors.get(name, 1.0)
 
     def read_into(self, target: Tensor, name: str, source: tuple[slice, ...]) -> None:
@@ -174,7 +174,7 @@ class Checkpoint:
         yield levels
 
     def _find_zero_biases(self, stored: dict[str, StoredTensor]) -> Iterator[str]:
-        """Biases of quantized modules that are all zero: AutoGPTQ writes them for models without biases."""
+        """Find biases of quantized modules that are all zero: AutoGPTQ writes them for models without biases."""
         for module in self._quantized.modules:
             bias = stored.get(f"{module}.bias")
             if bias is not None and not bias.read().any():

@@ -118,7 +118,7 @@ class DecoderModel(Model):
 
 
 class CausalLM(DecoderModel):
-    """A decoder and the head that says what may follow."""
+    """A decoder with the head that gives the logits of the next token."""
 
     def __init__(self, config: ModelConfig, *, tp: TPGroup, dtype: torch.dtype) -> None:
         super().__init__(config, tp=tp, dtype=dtype)
@@ -131,7 +131,7 @@ class CausalLM(DecoderModel):
         return replace(needs, products=needs.products | {Product(width, size, norm=True, gate=None)})
 
     def logits(self, states: Tensor, ctx: ForwardContext) -> Tensor:
-        """Logits [S, vocab_size] of states [S, hidden_size] that the decoder gave."""
+        """Return logits [S, vocab_size] of the decoder's states [S, hidden_size]."""
         logits: Tensor = self.lm_head(states, self.model.norm, ctx)
         if self.config.logits_scale != 1.0:
             logits.mul_(self.config.logits_scale)

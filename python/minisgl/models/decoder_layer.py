@@ -21,7 +21,7 @@ from minisgl.models.config.model_config import ModelConfig
 
 
 class States(NamedTuple):
-    """States x [T, hidden_size] between two blocks, and the next block's norm of them, where it is known already.
+    """States x [T, hidden_size] between two blocks, and the next block's norm of them if it is already computed.
 
     `layer_inputs` [T, layers, size]: what each layer has of the tokens besides, in models with `PerLayerInputs`.
     """
@@ -80,11 +80,11 @@ class DecoderLayer(nn.Module):
 
     @property
     def attention(self) -> Attention | LatentAttention | GatedDeltaNet:
-        """The block in which tokens meet."""
+        """The block in which tokens attend to others."""
         return self.self_attn or cast(GatedDeltaNet, self.linear_attn)
 
     def forward(self, states: States, ctx: ForwardContext, next_norm: RMSNorm | None) -> States:
-        """Pass states through both blocks; may overwrite them. `next_norm`: of the layer behind this one."""
+        """Pass states through both blocks; may overwrite them. `next_norm` is the first norm of the next layer."""
         states = self._block(self.attention, self.attention_norm, self.attention_post_norm, states, ctx, self.mlp_norm)
         return self._block(self.mlp, self.mlp_norm, self.mlp_post_norm, states, ctx, next_norm)
 

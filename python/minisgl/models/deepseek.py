@@ -1,7 +1,7 @@
-"""DeepSeek V2 and V3 (DeepSeek-AI, 2024) and their like: R1, Moonlight, Kimi K2 (Moonshot AI, 2025), GLM-4.7-Flash
-(GLM team, 2026). Latent attention, many small experts and shared ones, dense first layers.
+"""DeepSeek V2 and V3 (DeepSeek-AI, 2024) and related models: R1, Moonlight, Kimi K2 (Moonshot AI, 2025) and
+GLM-4.7-Flash (GLM team, 2026). Latent attention, many small experts and shared ones, dense first layers.
 
-Layers for multi-token prediction, behind the others, are left out.
+Layers for multi-token prediction, which follow the others, are left out.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _read_attention(reader: ConfigReader, rope: RopeConfig) -> AttentionConfig:
 
 
 def _yarn_scale(reader: ConfigReader) -> float:
-    """Factor of the scores that a rope with mscale_all_dim brings: the square of YaRN's temperature."""
+    """Return the factor of the scores for a rope with mscale_all_dim: the square of YaRN's temperature."""
     parameters = ConfigReader(rope_parameters(reader))
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default" or not parameters.get("mscale_all_dim"):
@@ -118,7 +118,7 @@ def _yarn_scale(reader: ConfigReader) -> float:
 
 
 def _read_experts(architecture: str, reader: ConfigReader) -> MoEConfig:
-    """Read how V2 or V3 chooses its experts; no other way is known."""
+    """Read how V2 or V3 chooses its experts; other ways are refused."""
     method = reader.get("topk_method")
     if architecture != _V2:
         _expect(reader, "topk_method", "noaux_tc")
@@ -147,7 +147,7 @@ def _expect(reader: ConfigReader, key: str, *known: Any) -> None:
 
 
 def _read_sparse_layers(reader: ConfigReader) -> list[bool]:
-    """True for each layer with experts."""
+    """Return True for each layer with experts."""
     num_layers, types = reader.count("num_hidden_layers"), reader.get("mlp_layer_types")
     if types is None:
         first = reader.count("first_k_dense_replace", least=0)
@@ -185,7 +185,7 @@ def read_grouped_experts(reader: ConfigReader) -> MoEConfig:
 
 
 def without_prediction(reader: ConfigReader) -> CheckpointNames:
-    """Return a checkpoint's names without its layers for multi-token prediction, which are behind the others."""
+    """Return a checkpoint's names without its layers for multi-token prediction, which follow the others."""
     num_layers = reader.count("num_hidden_layers")
     count = reader.count("num_nextn_predict_layers", reader.count("num_mtp_layers", 1, least=0), least=0)
     return CheckpointNames(ignored=tuple(f"model.layers.{num_layers + layer}." for layer in range(count)))

@@ -23,7 +23,7 @@ from minisgl.models.config.model_config import CheckpointNames, ModelConfig, Uns
 
 _TEXT, _WITH_VISION = "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"
 ARCHITECTURES = (_TEXT, _WITH_VISION)
-_DEFAULTS: Mapping[str, Any] = {  # defaults of transformers' Gemma3TextConfig; published files leave most of it out
+_DEFAULTS: Mapping[str, Any] = {  # defaults of transformers' Gemma3TextConfig, most of which published files omit
     "vocab_size": 262_208,
     "hidden_size": 2304,
     "intermediate_size": 9216,
@@ -47,7 +47,7 @@ SANDWICH_NORMS = NormNames(
 
 
 def check_activation(reader: ConfigReader) -> None:
-    """Raise UnsupportedModel for another activation than that of all published models."""
+    """Raise UnsupportedModel for an activation other than the one of all published models."""
     if (activation := reader.get("hidden_activation")) != "gelu_pytorch_tanh":
         raise UnsupportedModel(f"hidden_activation {brief(activation)} is not supported")
 

@@ -69,7 +69,7 @@ def read_gemma4(architecture: str, reader: ConfigReader) -> ModelConfig:
         raise UnsupportedModel(f"use_bidirectional_attention {brief(both_ways)} is not supported")
     num_layers, context_len = reader.count("num_hidden_layers"), reader.count("max_position_embeddings")
     windowed = read_layer_types(reader, num_layers) or [(layer + 1) % 6 != 0 for layer in range(num_layers)]
-    windowed[-1] = False  # transformers does so, whatever the file says
+    windowed[-1] = False  # transformers ignores the file here
     window = reader.count("sliding_window")
     sliding, full = _read_attentions(reader, window if window < context_len else None)
     _check_sizes(reader, full, windowed)
@@ -100,7 +100,7 @@ def read_gemma4(architecture: str, reader: ConfigReader) -> ModelConfig:
 
 
 def _read_attentions(reader: ConfigReader, window: int | None) -> tuple[AttentionConfig, AttentionConfig]:
-    """Attention of layers with a window, and of those without, whose heads have another size."""
+    """Read attention of layers with a window and of those without, whose heads have another size."""
     theta = reader.number("rope_theta", 10_000.0)
     full_rope, window_rope = read_ropes_by_type(reader, theta=theta, window_theta=theta)
     has_bias = reader.flag("attention_bias")
@@ -132,7 +132,7 @@ def _read_attentions(reader: ConfigReader, window: int | None) -> tuple[Attentio
 
 
 def _kv_sources(reader: ConfigReader, windowed: list[bool]) -> list[int | None]:
-    """Return, for each of the last layers, the last one before these of its kind; None: it has its own K and V."""
+    """Return by layer the earlier layer whose K and V it reads, the last one of its kind; None: it has its own."""
     shared = reader.count("num_kv_shared_layers", 0, least=0)
     own = windowed[: max(len(windowed) - shared, 0)]
     if set(windowed) != set(own):
@@ -144,7 +144,7 @@ def _kv_sources(reader: ConfigReader, windowed: list[bool]) -> list[int | None]:
 
 
 def _checkpoint(names: CheckpointNames, sources: list[int | None]) -> CheckpointNames:
-    """Return names without K and V of layers that share them, which published files have."""
+    """Return names without K and V of layers that share them; published files contain these tensors."""
     prefixes = [theirs for theirs, ours in names.renamed if ours == "model."] or ["model."]
     unused = tuple(
         f"{prefix}layers.{layer}.self_attn.{name}."
@@ -157,7 +157,7 @@ def _checkpoint(names: CheckpointNames, sources: list[int | None]) -> Checkpoint
 
 
 def _read_layer_inputs(reader: ConfigReader) -> LayerInputConfig | None:
-    """Read the embeddings that each layer has of the tokens; None: there are none."""
+    """Read the embeddings of the tokens for each layer; None if the model has none."""
     size, ids = reader.count("hidden_size_per_layer_input", 0, least=0), reader.count("vocab_size_per_layer_input")
     if size and ids < (vocab_size := reader.count("vocab_size")):
         raise UnsupportedModel(f"vocab_size_per_layer_input {ids} is less than vocab_size {vocab_size}")
@@ -172,14 +172,14 @@ def _read_experts(reader: ConfigReader) -> MoEConfig:
 
 
 def _saved_sizes(reader: ConfigReader) -> ConfigReader:
-    """Sizes of layers without a window in a file that transformers has written, which names them layer by layer."""
+    """Return the sizes of layers without a window as transformers saves them, named layer by layer."""
     layers = reader.get("per_layer_config") or {}
     first: Any = next(iter(layers.values()), {}) if isinstance(layers, dict) else {}
     return ConfigReader(first if isinstance(first, dict) else {})
 
 
 def _check_sizes(reader: ConfigReader, full: AttentionConfig, windowed: list[bool]) -> None:
-    """Refuse a per_layer_config, whose keys are layers as "5" or "05", that says more than these sizes."""
+    """Refuse a per_layer_config with other contents than these sizes. Its keys are layers, such as "5" or "05"."""
     written = reader.get("per_layer_config")
     if written is None:
         return

@@ -1,4 +1,4 @@
-"""A layer of Gemma 4, which may have experts beside its MLP and an input of its own, and scales its output."""
+"""A layer of Gemma 4, with a learned factor of its output, and optional experts and per-layer inputs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ScaledRouter(nn.Module):
 
     @property
     def norm(self) -> Norm:
-        """Parameters of norm(x) * scale / sqrt(hidden_size)."""
+        """Return the parameters of norm(x) * scale / sqrt(hidden_size)."""
         return Norm(self.scale, self.eps)
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
@@ -116,7 +116,7 @@ class Gemma4Layer(DecoderLayer):
         return States(x, found[0] if found else None, inputs)
 
     def _with_experts(self, fed: Tensor, router: ScaledRouter, normed: Sequence[Tensor], ctx: ForwardContext) -> Tensor:
-        """norm_1(fed) + norm_2(experts(x)), of x normed for the experts and for their router."""
+        """norm_1(fed) + norm_2(experts(x)), where x has one norm for the experts and one for their router."""
         for_experts, for_router = normed
         mixture = self.experts.mixture._replace(expert_scale=router.expert_scale)
         part = ctx.ops.moe(for_experts, router(for_router, ctx), mixture)

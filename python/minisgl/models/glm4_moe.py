@@ -1,6 +1,6 @@
 """GLM-4.5 to 4.7 (GLM team, 2025): many small experts and a shared one, chosen as in DeepSeek V3; dense first layers.
 
-The layers for multi-token prediction, behind the others, are left out.
+The layers for multi-token prediction, which follow the others, are left out.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def read_gpt_oss(architecture: str, reader: ConfigReader) -> ModelConfig:
 
 
 def _read_experts(reader: ConfigReader) -> MoEConfig:
-    """Softmax over the chosen experts' logits alone, which is that over all, made to sum to 1."""
+    """Read experts whose weights are the softmax over the chosen experts' logits, which equals renormalized weights."""
     key = "num_experts" if reader.get("num_local_experts") is None else "num_local_experts"
     num_experts, chosen = read_expert_counts(reader, key)
     reader.get("num_experts")

@@ -127,7 +127,7 @@ def _download_from_hugging_face(name: str, revision: str | None, patterns: list[
 
 def checkpoint_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a model folder. Raises WeightError if there are none or one is missing."""
-    if (folder / SINGLE).is_file():  # before an index, as transformers does: models saved anew leave the old one there
+    if (folder / SINGLE).is_file():  # takes precedence over an index, which an older save may have left
         return [folder / SINGLE]
     index = folder / INDEX
     if index.is_file():

@@ -188,7 +188,7 @@ def load_model(
     `fp8_kv`: K and V are stored in FP8, by the checkpoint's scales.
     """
     described = config.quantization
-    stored = described if described is not None and described.schemes else None  # None: of the KV cache alone, too
+    stored = described if described is not None and described.schemes else None  # None: no weights are
     if stored is not None and quantization not in ("auto", stored.kind):
         raise UnsupportedModel(f"--quantization {quantization}: the checkpoint has weights of {stored.name} already")
     if config.transformers is not None:

@@ -52,6 +52,6 @@ class PoolingModel(DecoderModel):
         self.score = ScoreHead(config, pooling) if pooling.makes == "classes" else None
 
     def logits(self, states: Tensor, ctx: ForwardContext) -> Tensor:
-        """Vectors [S, size] float32 of states [S, hidden_size]: as they are behind the last norm, or their classes."""
+        """Vectors [S, size] float32 of states [S, hidden_size]: as they are after the last norm, or their classes."""
         vectors: Tensor = self.model.norm(states, ctx).float()
         return vectors if self.score is None else self.score.classes(vectors)

@@ -1,1 +1,1 @@
-"""Pooling models: what one makes of prompts, and the arithmetic on its vectors. Pure, for every process."""
+"""Pooling models: their description, and the arithmetic on their vectors. Pure, for every process."""

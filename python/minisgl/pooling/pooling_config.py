@@ -1,4 +1,4 @@
-"""Description of a pooling model: what it makes of a prompt in place of an answer. Pure: every process knows it."""
+"""Description of a pooling model: the vector that it makes of a prompt. Pure: every process knows it."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class PoolingConfig(msgspec.Struct, frozen=True, kw_only=True):
     normalize: bool = True  # embeddings have length 1
     dimensions: tuple[int, ...] = ()  # sizes to which embeddings may be cut; (): any
     labels: tuple[str, ...] = ()  # names of the classes
-    activation: Activation = "identity"  # from logits to what is told of the classes
+    activation: Activation = "identity"  # from logits to the classes' values for clients
     answer_ids: tuple[int, ...] = ()
-    max_seq_len: int | None = None  # tokens that the model was made for, if its folder says so
+    max_seq_len: int | None = None  # maximum length in tokens, if the model's folder states one
 
     @property
     def is_reranker(self) -> bool:

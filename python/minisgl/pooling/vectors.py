@@ -10,11 +10,11 @@ from minisgl.pooling.pooling_config import Activation, PoolingConfig
 
 Float32Array = NDArray[np.float32]
 
-_SMALLEST = 1e-12  # a length to divide by
+_SMALLEST = 1e-12  # smallest length that vectors are divided by
 
 
 def check_dimensions(dimensions: int | None, pooling: PoolingConfig) -> None:
-    """Raise InvalidRequest if embeddings cannot be cut to so many values."""
+    """Raise InvalidRequest if embeddings cannot be cut to this many values."""
     if dimensions is None:
         return
     if pooling.dimensions and dimensions not in (*pooling.dimensions, pooling.size):
@@ -45,7 +45,7 @@ def cosine(first: Float32Array, second: Float32Array) -> float:
 
 
 def activated(logits: Float32Array, activation: Activation) -> Float32Array:
-    """Return what is told of the classes, from their logits [n]."""
+    """Return the classes' values for the client, from their logits [n]."""
     if activation == "identity":
         return logits
     if activation == "sigmoid":

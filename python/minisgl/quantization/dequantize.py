@@ -1,4 +1,4 @@
-"""Finds the quantized matrices among a checkpoint's tensors: by what is stored, read as the config says."""
+"""Finds the quantized matrices among a checkpoint's tensors, and reads them in the config's format."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _DTYPES = {"fp8": ("F8_E4M3",), "int8": ("I8",)}
 
 @dataclass
 class QuantizedTensors:
-    """A quantized checkpoint's contents besides its plain tensors."""
+    """Contents of a quantized checkpoint other than its plain tensors."""
 
     # By the name of the plain tensor that they stand for.
     matrices: dict[str, QuantizedMatrix | Mxfp4Experts] = field(default_factory=dict)
-    used: set[str] = field(default_factory=set)  # names of stored tensors that need no further use
+    used: set[str] = field(default_factory=set)  # names of stored tensors that a matrix has taken
     kv_scales: dict[str, StoredTensor] = field(default_factory=dict)
     modules: set[str] = field(default_factory=set)  # modules of the matrices
 
@@ -76,7 +76,7 @@ class _Parts:
         return self._tensors.get(name)
 
     def required(self, leaf: str, *, dtypes: tuple[str, ...] = (), separator: str = ".") -> StoredTensor:
-        """The tensor, of one of these dtypes if any are named."""
+        """Return the tensor, which must exist and have one of these dtypes if any are given."""
         tensor = self.optional(leaf, separator=separator)
         if tensor is None:
             self.fail(f"{self.module}{separator}{leaf} is not there")

@@ -14,8 +14,8 @@ from minisgl.quantization.levels import MIDDLE, Kind, Levels
 
 TILE = 64  # rows of a chunk
 BITS: dict[Kind, int] = {"fp8": 8, "int8": 8, "int4": 4, "mxfp4": 4}
-CHUNK: dict[Kind, int] = {kind: 256 // bits for kind, bits in BITS.items()}  # columns of one
-_BLOCK = 1 << 24  # values that are packed at a time
+CHUNK: dict[Kind, int] = {kind: 256 // bits for kind, bits in BITS.items()}  # columns of a chunk
+_BLOCK = 1 << 24  # number of values packed at a time
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Quantized matrices as 4 or 8-bit numbers (levels) with scales: what stays on a GPU in place of a dense matrix."""
+"""Quantized matrices as 4 or 8-bit numbers (levels) with scales, kept on a GPU in place of a dense matrix."""
 
 from __future__ import annotations
 

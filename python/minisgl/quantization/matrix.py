@@ -1,4 +1,4 @@
-"""Quantized matrices as they lie in a checkpoint, of which any part can be read as floating point."""
+"""Quantized matrices as a checkpoint stores them; any part can be read as floating-point values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class StoredTensor(Protocol):
 
     @property
     def dtype(self) -> str:
-        """The name that safetensors gives it, such as F8_E4M3."""
+        """The name of its type in safetensors, such as F8_E4M3."""
 
     def read(self, *index: slice) -> Tensor:
         """Return the part at these slices of the first axes, and all of the other axes."""

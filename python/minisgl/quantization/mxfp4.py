@@ -8,7 +8,7 @@ from torch import Tensor
 from minisgl.quantization.levels import E2M1, LevelFormat, Levels
 from minisgl.quantization.matrix import StoredTensor, check_shape, cuts, units, within
 
-_GROUP = 32  # values of a scale, in 16 bytes
+_GROUP = 32  # values that share a scale, in 16 bytes
 _BIAS = 127  # bias of a scale's exponent
 _SMALLEST = 1 << 22  # bits of the float32 2^-127
 

@@ -12,7 +12,7 @@ from minisgl.quantization.matrix import StoredTensor, check_shape, cuts, units, 
 from minisgl.quantization.schemes import AwqWeights, GptqWeights, PackedWeights
 
 _AWQ_BITS, _AWQ_WORD = 4, 8
-_LARGEST_GROUP = 128  # most columns of a group in `Levels`; larger groups are stored as several equal ones
+_LARGEST_GROUP = 128  # largest group in `Levels`; a larger one is stored as several with equal scales
 _AWQ_ORDER = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7], device="cpu")  # index in a word of each of its eight columns
 
 

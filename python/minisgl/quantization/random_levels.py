@@ -9,12 +9,12 @@ import torch
 from minisgl.quantization.levels import MIDDLE, LevelFormat, Levels
 from minisgl.quantization.schemes import AwqWeights, GptqWeights, Mxfp4Weights, ScaledWeights, Scheme
 
-_LARGEST_GROUP = 128  # columns of a scale
-_SPREAD = {"fp8": 64.0, "int8": 73.9, "int4": 4.6, "mxfp4": 2.9}  # standard deviation of the numbers that are drawn
+_LARGEST_GROUP = 128  # columns that share a scale
+_SPREAD = {"fp8": 64.0, "int8": 73.9, "int4": 4.6, "mxfp4": 2.9}  # standard deviation of random levels
 
 
 def format_of(scheme: Scheme | None) -> LevelFormat | None:
-    """Return the format that a checkpoint of this scheme is read in as it is stored, where the scheme says it."""
+    """Return the format in which a checkpoint of this scheme is read, if the scheme alone decides it."""
     match scheme:
         case ScaledWeights(dtype, block, activations):
             rounds_x = dtype == "fp8" and activations == "dynamic 8 bits"

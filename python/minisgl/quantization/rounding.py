@@ -13,16 +13,16 @@ from minisgl.quantization.levels import MIDDLE, LevelFormat, Levels
 
 Method = Literal["fp8", "int8", "int4"]
 
-INT4_GROUP = 32  # input columns of a scale
+INT4_GROUP = 32  # input columns that share a scale
 INT4_FORMAT = LevelFormat("int4", INT4_GROUP, offsets=True)
 _LARGEST = {"fp8": 448.0, "int8": 127.0}
 _INT4_STEPS, _INT4_MIDDLE = 15, 8
-_BLOCK = 1 << 20  # values at a time: they stay in the cache
+_BLOCK = 1 << 20  # number of values at a time, which fit in the CPU's cache
 
 
 @dataclass(frozen=True, slots=True)
 class Int4Grid:
-    """Values of a weight [out, in] in 4 bits: (q - 8) * scale + offset of its group of input columns, q in 0 to 15.
+    """Grid of a weight [out, in] in 4 bits: (q - 8) * scale + offset of the group of input columns, q in 0 to 15.
 
     `scales` and `offsets` are bfloat16 [out, groups], so that models of any dtype have the same grid. In a weight of 16
     bits the values are rounded once more.
@@ -54,7 +54,7 @@ def round_to_8_bits(weight: Tensor, method: Literal["fp8", "int8"], largest: Ten
 
 
 def levels_of_8_bits(weight: Tensor, method: Literal["fp8", "int8"], largest: Tensor) -> Levels:
-    """Return what `round_to_8_bits` would round [out, in] to, as levels; the weight is left as it is."""
+    """Return the levels that `round_to_8_bits` would round [out, in] to; the weight does not change."""
     levels = Levels.empty(LevelFormat(method), weight.shape, weight.device)
     levels.scales.copy_(_divided(largest, _LARGEST[method])).clamp_min_(torch.finfo(torch.float32).tiny)
     for rows in _chunks(weight):
@@ -67,7 +67,7 @@ def levels_of_8_bits(weight: Tensor, method: Literal["fp8", "int8"], largest: Te
 
 
 def round_to_int4(weight: Tensor) -> Int4Grid:
-    """Round [out, in], of which INT4_GROUP divides the columns, to the grid of its groups' extremes, which is returned.
+    """Round [out, in] to the grid between each group's extremes and return that grid. INT4_GROUP divides the columns.
 
     llama.cpp's Q4_1 has such a grid, too: a scale and an offset.
     """
@@ -83,7 +83,7 @@ def round_to_int4(weight: Tensor) -> Int4Grid:
 
 
 def levels_of_int4(weight: Tensor) -> Levels:
-    """Return what `round_to_int4` would round [out, in] to, as levels; the weight is left as it is."""
+    """Return the levels that `round_to_int4` would round [out, in] to; the weight does not change."""
     levels = Levels.empty(INT4_FORMAT, weight.shape, weight.device)
     assert levels.offsets is not None
     for rows in _chunks(weight):

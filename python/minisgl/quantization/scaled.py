@@ -1,4 +1,4 @@
-"""Weights of 8 bits, FP8 or integers, with a scale for all, for each row, for groups of a row, or for blocks."""
+"""Weights of 8 bits, FP8 or integers, with one scale per tensor, row, group of a row, or block."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ Scheme = ScaledWeights | AwqWeights | GptqWeights | PackedWeights | Mxfp4Weights
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """A checkpoint's `quantization_config`: what its modules are stored as.
+    """A checkpoint's `quantization_config`: the format of each of its modules.
 
     `schemes` are tried in order; their targets, like `ignored`, are a module's name, some components of it in a row, or
     "re:" and a regular expression that matches from the beginning. No targets: every module.
@@ -85,7 +85,7 @@ class Quantization:
     ignored: tuple[str, ...] = ()
 
     def scheme_of(self, module: str) -> Scheme | None:
-        """Return how the weight of a module is stored if it is quantized; None if the config says that it is not."""
+        """Return the format of a quantized module's weight; None if the config leaves the module unquantized."""
         if names_module(self.ignored, module):
             return None
         for targets, scheme in self.schemes:
@@ -100,7 +100,7 @@ class Quantization:
         return kinds.pop() if len(kinds) == 1 else "mixed"
 
     def describe(self, dtype: str, kept: str = "") -> str:
-        """Tell in one line how the weights are computed with in a model of this dtype, `kept` ones as they are."""
+        """Return one line on how a model of this dtype computes with the weights; the modules `kept` stay as stored."""
         if kept:
             return f"weights of {self.name}: {kept} stay as they are stored, others are dequantized to {dtype}"
         rounded = {one.activations for _, one in self.schemes if isinstance(one, ScaledWeights)} - {"16 bits"}

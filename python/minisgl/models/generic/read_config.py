@@ -33,7 +33,7 @@ def read_generic(architecture: str, raw: Mapping[str, Any]) -> ModelConfig:
         architecture=architecture,
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
-        # Only transformers knows the blocks behind attention.
+        # Only transformers knows the blocks after attention.
         layers=tuple(LayerConfig(attention, MLPConfig(0)) for attention in found.configs),
         norm=NormConfig(eps=1e-6),
         max_position_embeddings=positions,
