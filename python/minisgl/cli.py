@@ -48,7 +48,7 @@ NO_EFFECT = _by_flag(
 NO_SUCH_FLAG = _by_flag(
     {
         "--max-total-tokens": "give --num-pages: the KV cache has as many pages of --page-size tokens",
-        "--max-mamba-cache-size": "give --max-running-requests and, for states behind prefixes, --state-snapshots",
+        "--max-mamba-cache-size": "give --max-running-requests and, for states after prefixes, --state-snapshots",
         "--kv-cache-memory-bytes": "give --num-pages or --memory-ratio",
         "--max-prefill-tokens": "a step's budget is --max-prefill-length, to which longer prompts are cut",
         "--no-enable-chunked-prefill": "prompts longer than --max-prefill-length are always cut",

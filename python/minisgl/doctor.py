@@ -1,4 +1,4 @@
-"""`minisgl doctor`: what is installed here, which parts work on this machine, and why one does not.
+"""`minisgl doctor`: the installed packages, the parts that work on this machine, and the reasons why others do not.
 
 Each check runs a small case of a part and compares it with plain torch. The exit code is 0 if the default path works.
 """
@@ -68,7 +68,7 @@ _FORMATS = (
 
 class State(StrEnum):
     WORKS = "works"
-    ABSENT = "absent"  # this machine lacks something for it
+    ABSENT = "absent"  # this machine lacks something that the part needs
     FAILS = "fails"
 
 
@@ -86,7 +86,7 @@ class Finding:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Examine this machine and print what was found."""
+    """Examine this machine and print the findings."""
     parser = argparse.ArgumentParser(
         prog="minisgl doctor",
         description="Tell what is installed, what works on this machine, and why something does not.",
@@ -137,7 +137,7 @@ def versions() -> dict[str, str]:
 
 
 def driver_version(text: str) -> str:
-    """Return the version in what the driver says of itself; "" if there is none."""
+    """Return the version that the driver reports; "" if there is none."""
     found = re.search(r"NVRM version:.*?\s(\d+\.\d+(?:\.\d+)?)\s", text)
     return found[1] if found else ""
 
@@ -181,7 +181,7 @@ def examine(device: torch.device) -> Iterator[Finding]:
 
 
 def _quantized(device: torch.device, dtype: torch.dtype) -> Iterator[Finding]:
-    """Tell what quantized weights are multiplied as, each format that is not dequantized by a case."""
+    """Report how quantized weights are multiplied, with a small case for each format that is not dequantized."""
     part = "weights of 8 and 4 bits"
     if device.type == "cpu":
         few = "; with --quantization int4 products of few rows read 4 bits"
@@ -214,7 +214,7 @@ def _run_levels(ops: Ops, form: LevelFormat, device: torch.device, dtype: torch.
 
 
 def _run_experts(ops: Ops, form: LevelFormat, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return three tokens from both of two experts, and what they should be."""
+    """Return the results of two experts for three tokens, and the exact ones."""
     generator, hidden, intermediate = torch.Generator(device).manual_seed(0), 256, 128
     packed: list[PackedExperts] = []
     values: list[Tensor] = []
@@ -252,7 +252,7 @@ def _attention(usual: AttentionSpec, device: torch.device) -> Iterator[Finding]:
     capability = torch.cuda.get_device_capability(device)
     for name, candidate in CANDIDATES.items():
         if name == "torch":
-            continue  # on any device
+            continue  # this part does not depend on the device
         shape = _LATENTS if name == "latent" else usual
         first = preferences("prefill", shape, capability)[0], preferences("decode", shape, capability)[0]
         part = f"attention: {name}"
@@ -270,13 +270,13 @@ def _attention(usual: AttentionSpec, device: torch.device) -> Iterator[Finding]:
 
 
 def _tried(part: str, case: Callable[[], tuple[Tensor, Tensor]]) -> Finding:
-    """Run a case, which returns its result and the right one; tell how it went."""
+    """Run a case, which returns its result and the exact one, and report how it went."""
     begin = time.perf_counter()
     try:
         with torch.inference_mode(), _warnings_off():
             have, want = case()
             error = float((have.double() - want.double()).norm() / want.double().norm())
-    except Exception as raised:  # whatever a broken installation raises is the finding
+    except Exception as raised:  # a broken installation may raise anything, which is the finding
         return Finding(part, State.FAILS, one_line(raised), time.perf_counter() - begin)
     seconds = time.perf_counter() - begin
     if not error < TOLERANCE:  # NaN is refused, too

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 class StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to stderr while whoever reads that keeps up, and drops what it would have to wait for.
+    """Writes to stderr while its reader keeps up, and drops lines that it would have to wait for.
 
-    A pipe that nobody empties, or a terminal that is halted, would otherwise stop the process with its next line.
+    An unread pipe or a halted terminal would otherwise block the process at its next line.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
             self._dropped += 1
             return
         if self._dropped:
-            text = f"({self._dropped} lines were dropped while nobody read them)"
+            text = f"({self._dropped} lines were dropped because stderr was not read)"
             self._dropped = 0
             super().emit(logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, None, None))
         super().emit(record)
@@ -38,7 +38,7 @@ class StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
         try:
             poll = select.poll()
             poll.register(self.stream, select.POLLOUT)
-        except (AttributeError, TypeError, OSError, ValueError):  # no such call, or no file behind the stream
+        except (AttributeError, TypeError, OSError, ValueError):  # no such call, or a stream without a file
             return True
         return bool(poll.poll(0))
 

@@ -1,4 +1,4 @@
-"""Import of optional packages, and what to say where it fails."""
+"""Imports of optional packages, and messages for those that fail."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def import_error(module: str, package: str, extra: str) -> str | None:
         return f"the package {package} is not installed (pip install 'minisgl[{extra}]')"
     try:
         importlib.import_module(module)
-    except Exception as error:  # whatever a package built for another torch or driver raises
+    except Exception as error:  # a package built for another torch or driver may raise anything
         return f"the package {package} does not load: {one_line(error)}"
     return None
 
@@ -33,7 +33,7 @@ def can_be_found(module: str) -> bool:
     """Return True if a module is installed; the packages around it are imported to find it."""
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # not even the package around it
+    except ModuleNotFoundError:  # the package around it is missing too
         return False
 
 

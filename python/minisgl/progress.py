@@ -1,4 +1,4 @@
-"""Progress of what takes long: a bar on a terminal, and a plain line every few seconds in a log."""
+"""Progress of long work: a bar on a terminal, and a plain line every few seconds in a log."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from minisgl.logs import logs_json
 
 logger = logging.getLogger(__name__)
 
-LINE_SECONDS = 5.0  # before the first line, and between two
+LINE_SECONDS = 5.0  # before the first line, and between two lines
 
 
 class LineBar(tqdm):  # type: ignore[misc]
-    """A bar for where stderr is no terminal: it writes lines, without colours or carriage returns."""
+    """A bar for a stderr that is no terminal: it writes lines, without colours or carriage returns."""
 
     monitor_interval = 0  # no thread: a line comes with an update
 
@@ -26,7 +26,7 @@ class LineBar(tqdm):  # type: ignore[misc]
         self._says_end = leave
         self._last_line = time.monotonic()
         options |= {"mininterval": LINE_SECONDS, "delay": LINE_SECONDS, "miniters": 1}
-        # Text that tqdm writes besides `display` goes nowhere.
+        # Text that tqdm writes outside `display` is dropped.
         super().__init__(*args, **(options | {"file": io.StringIO(), "leave": False}))
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool:  # noqa: ARG002

@@ -101,7 +101,7 @@ class RequestField:
         return bool(self.entries) or any(bound is not None for bound in bounds)
 
     def schema(self, limits: Limits) -> dict[str, Any]:
-        """Return what JSON Schema says of it, type and default apart; `limits` give the bounds that they name."""
+        """Return the JSON Schema of the field without type and default; `limits` give the bounds that it names."""
         numbers = {"minimum": self.ge, "exclusiveMinimum": self.gt, "maximum": self.le}
         found: dict[str, Any] = {"description": self.help}
         found |= {key: _number(bound, 0, limits) for key, bound in numbers.items() if bound is not None}

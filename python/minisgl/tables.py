@@ -1,4 +1,4 @@
-"""Tables and colours of what commands print, for terminals and pipes."""
+"""Tables and colours of command output, for terminals and pipes."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
 
 
 def pinned(array: NDArray[np.generic]) -> Tensor:
-    """Return a copy that the device may read while the host goes on.
+    """Return a copy in pinned memory, which the device may read while the host continues.
 
     Torch keeps its memory until copies from it are done.
     """

@@ -165,7 +165,7 @@ def test_pool_does_not_count_on_locked_pages() -> None:
     assert pool.available == 2
     with pytest.raises(OutOfPages):
         pool.allocate(3)
-    with pytest.raises(BrokenInvariant, match="4 pages are locked by nobody"):
+    with pytest.raises(BrokenInvariant, match="4 pages are locked without an owner"):
         pool.check_idle()
     cache.unlock(handle)
     assert len(pool.allocate(6)) == 6

@@ -156,7 +156,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     state_snapshots: Annotated[
         int | None,
         Setting(
-            "snapshots of recurrent layers' states (hybrid models) kept behind cached prefixes, from which later "
+            "snapshots of recurrent layers' states (hybrid models) kept after cached prefixes, from which later "
             "prompts continue; 0: no prefix is reused; none: as many as memory allows",
             ge=0,
         ),

@@ -49,9 +49,9 @@ class SchedulerConfig(Settings, frozen=True, kw_only=True):
     target_tbt: Annotated[
         float,
         Setting(
-            "time that a step of --batch-policy mixed (or two, of prompts and of decodes in turns) may take, in the "
-            "mean, while somebody waits for the next token; where decodes take more than half of it, prompts may take "
-            "as long as they; 0: no bound but --max-prefill-length",
+            "mean time that a step of --batch-policy mixed (or two, of prompts and of decodes in turns) may take while "
+            "a request waits for its next token; where decodes alone take more than half of it, prompts may take as "
+            "long as the decodes; 0: no bound but --max-prefill-length",
             ge=0,
             le=MAX_SECONDS * 1000,
             unit="milliseconds",

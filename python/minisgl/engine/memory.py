@@ -83,7 +83,7 @@ def describe_states(layout: KVLayout, num_slots: int, wanted: int, num_snapshots
     limited = f", so {num_slots} requests run at a time and not {wanted}" if num_slots < wanted else ""
     return (
         f"recurrent layers keep {layout.slot_bytes / 2**20:.1f} MiB of each running request{limited}; "
-        f"up to {num_snapshots} snapshots of such states are kept behind cached prefixes"
+        f"up to {num_snapshots} snapshots of such states are kept after cached prefixes"
     )
 
 

@@ -127,7 +127,7 @@ class PagePool:
         """Raise BrokenInvariant unless every page is free or cached and none is locked, as when no request runs."""
         self.allocator.check()
         self.cache.check()
-        require(self.cache.locked_pages == 0, f"{self.cache.locked_pages} pages are locked by nobody")
+        require(self.cache.locked_pages == 0, f"{self.cache.locked_pages} pages are locked without an owner")
         owned = np.concatenate([self.allocator.free_pages(), self.cache.owned_pages()])
         owners = np.bincount(owned, minlength=self.num_pages)
         require(

@@ -6,7 +6,7 @@ stands for one prefix, and its children differ in their first page. The idea is 
 
 - A lock counts on every node of its path, so no node below an unlocked one is locked.
 - The unlocked nodes are in one queue, least recently used first. A use moves the nodes of its path to the end, the
-  deepest first, so a node is always behind its children. The first node is therefore a leaf, and is evicted next.
+  deepest first, so a node always follows its children. The first node is therefore a leaf, and is evicted next.
 - Matching, inserting and unlocking are uses. There is no clock: the same calls always evict the same pages.
 
 Tokens are stored as the bytes of their int32 array, which compare and hash fast. A salt is put before the first page's
@@ -62,7 +62,7 @@ class RadixCache:
     """Cache of prefixes as a tree. Implements kvcache.base.CacheManager. An example with pages of 4 tokens:
 
         first = cache.insert(A, [0, 1])     # A: tokens 1 2 3 4 5 6 7 8; one node with pages 0 and 1
-        second = cache.insert(B, [0, 3])    # B: tokens 1 2 3 4 5 6 70 80; a split behind page 0, and a leaf with page 3
+        second = cache.insert(B, [0, 3])    # B: tokens 1 2 3 4 5 6 70 80; a split after page 0, and a leaf with page 3
 
     A and B share 6 tokens, but only one whole page: B's request got page 0 from `match`, and computed tokens 5 and 6
     again, into page 3. `second.duplicates` is empty. If B had come with a page 2 of its own for tokens 1 to 4, the tree
@@ -295,7 +295,7 @@ class RadixCache:
         unlocked = [node for node in nodes if node.locks == 0]
         require(len(place) == len(unlocked), f"{len(place)} nodes are queued, {len(unlocked)} in the tree are unlocked")
         for node in unlocked:
-            require(all(place[child] < place[node] for child in node.children.values()), "a child is behind its parent")
+            require(all(place[child] < place[node] for child in node.children.values()), "a child follows its parent")
 
         owned = self.owned_pages()
         require(len(np.unique(owned)) == len(owned), "a page is in the tree twice")

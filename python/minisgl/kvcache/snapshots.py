@@ -20,8 +20,8 @@ from minisgl.kvcache.base import require
 class SnapshotStore:
     """Entries 0 .. num_entries - 1, each free or with one snapshot. Implements kvcache.base.CacheObserver.
 
-    An example with 2 entries: snapshots behind pages 4 and 7 fill them. `find([3, 4, 5, 7, 9])` is 4, because the first
-    4 of these pages end with page 7; `use(7)` returns the entry to restore. A snapshot behind page 8 gets the entry of
+    An example with 2 entries: snapshots after pages 4 and 7 fill them. `find([3, 4, 5, 7, 9])` is 4, because the first
+    4 of these pages end with page 7; `use(7)` returns the entry to restore. A snapshot after page 8 gets the entry of
     page 4, which is the least recently used. When page 7 is evicted from the tree, its entry becomes free.
     """
 
@@ -48,13 +48,13 @@ class SnapshotStore:
         return int(held[-1]) + 1 if len(held) else 0
 
     def use(self, page: int) -> int:
-        """Return the entry of the snapshot behind this page, which becomes the most recently used."""
+        """Return the entry of the snapshot after this page, which becomes the most recently used."""
         self._entries.move_to_end(page)
         self.hits += 1
         return self._entries[page]
 
     def add(self, page: int) -> int:
-        """Return an entry for the state behind this page: a free one, or that of the least recently used snapshot.
+        """Return an entry for the state after this page: a free one, or that of the least recently used snapshot.
 
         BrokenInvariant if the page already has a snapshot.
         """
@@ -68,7 +68,7 @@ class SnapshotStore:
         return entry
 
     def discard(self, page: int) -> None:
-        """Drop the snapshot behind this page, if there is one."""
+        """Drop the snapshot after this page, if there is one."""
         entry = self._entries.pop(page, None)
         if entry is not None:
             self._free.append(entry)

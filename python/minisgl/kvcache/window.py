@@ -236,4 +236,4 @@ class WindowPool:
     def check_idle(self, cached: Int32Array) -> None:
         """Raise BrokenInvariant unless every windowed page is free or cached, and none is locked."""
         self.check(cached)
-        require(self._locked == 0, f"{self._locked} windowed pages are locked by nobody")
+        require(self._locked == 0, f"{self._locked} windowed pages are locked without an owner")

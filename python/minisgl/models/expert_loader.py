@@ -46,7 +46,7 @@ class ExpertLoader:
         self._part_loaded()
 
     def draw(self, part: WeightSlice, stored: LevelFormat | None, std: float, generator: torch.Generator) -> None:
-        """Fill one of the parts with random values, in the format of a checkpoint that has them so."""
+        """Fill one of the parts with random values, in the checkpoint's format."""
         assert isinstance(part, ExpertSlice)
         if self._left == len(self._parts):
             self._choose({stored})

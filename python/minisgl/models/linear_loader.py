@@ -1,4 +1,4 @@
-"""Loads the weights of linear layers in the form that their products read: quantized ones stay so where they can.
+"""Loads the weights of linear layers in the form that their products read: dense, or quantized.
 
 A weight gets its memory when its first part is read, and is rounded (`--quantization`) when its last one is: beside the
 model there are never more than the layers under way.
@@ -43,7 +43,7 @@ class LinearLoader:
         self._part_loaded()
 
     def draw(self, part: WeightSlice, stored: LevelFormat | None, std: float, generator: torch.Generator) -> None:
-        """Fill one of the parts with random values, in the format of a checkpoint that has them so."""
+        """Fill one of the parts with random values, in the checkpoint's format."""
         if self._left == len(self._parts):
             self._choose({stored})
         rows = _rows(part.target)
@@ -81,6 +81,6 @@ class LinearLoader:
 
 
 def _rows(part: Tensor) -> slice:
-    """Rows of a matrix that a part of it is."""
+    """Return the rows of a merged matrix that this part fills."""
     start = part.storage_offset() // part.stride(0)
     return slice(start, start + len(part))

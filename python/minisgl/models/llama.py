@@ -1,4 +1,4 @@
-"""Llama and the families that differ from it by a few words.
+"""Llama and the families that differ from it in a few settings.
 
 Llama 2 and 3 (Touvron et al., 2023; Llama team, 2024), Mistral (Jiang et al., 2023) and Mistral 3, Qwen2 and Qwen2.5
 (Qwen team, 2024), Qwen3 and Qwen3-MoE (Qwen team, 2025), OLMo 2 and 3 (OLMo team, 2025), Phi-3 and Phi-4 (Abdin et al.,
@@ -35,7 +35,7 @@ _GLM4_NORMS = NormNames(attention_post="post_self_attn_layernorm", mlp_post="pos
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One row of the table: how a family differs from Llama.
+    """One row of the table: the differences of a family from Llama.
 
     `defaults`: values that transformers takes for keys a config.json leaves out. `qkv_bias`, `out_bias`, `mlp_bias`:
     products with biases, or the key that says it. `windows`: layers that sliding_window is for; "by layer" are those
@@ -58,7 +58,7 @@ class Variant:
     no_rope: Literal["never", "no_rope_layers", "without window"] = "never"
     windows: Literal["none", "all", "by layer"] = "none"
     experts: bool = False  # some layers have experts in place of the dense MLP
-    multipliers: bool = False  # factors of embeddings, q @ k and a block's output, and a divisor of the logits
+    multipliers: bool = False  # scales embeddings, scores, block outputs and logits
     query_scaling: bool = False  # the rope may scale queries beyond the original context
 
 
@@ -175,7 +175,7 @@ def read_llama(architecture: str, reader: ConfigReader) -> ModelConfig:
 
 
 def read_multimodal(architecture: str, reader: ConfigReader) -> ModelConfig:
-    """Read a config.json of an architecture in MULTIMODAL, whose text alone is served. Raises UnsupportedModel."""
+    """Read a config.json of an architecture in MULTIMODAL, of which only text is served. Raises UnsupportedModel."""
     text = nested_text(reader)
     families, model_type = MULTIMODAL[architecture], text.get("model_type")
     if model_type not in families:
@@ -189,7 +189,7 @@ def _has_bias(reader: ConfigReader, key: str | bool) -> bool:
 
 
 def _read_ropes(reader: ConfigReader, variant: Variant) -> Sequence[RopeConfig]:
-    """The rope of all layers, or that of layers without a window and that of layers with one."""
+    """Return the rope of all layers, or one of layers without a window and one of layers with a window."""
     if variant.ropes_by_type:
         theta = reader.number("rope_theta")
         return read_ropes_by_type(reader, theta=theta, window_theta=theta)
@@ -198,7 +198,7 @@ def _read_ropes(reader: ConfigReader, variant: Variant) -> Sequence[RopeConfig]:
 
 
 def _without_rope(reader: ConfigReader, variant: Variant, sliding: Sequence[bool]) -> list[int]:
-    """Indices of layers without a rope."""
+    """Return the indices of layers without a rope."""
     if variant.no_rope == "never":
         return []
     if variant.no_rope == "without window":
@@ -213,7 +213,7 @@ def _without_rope(reader: ConfigReader, variant: Variant, sliding: Sequence[bool
 
 
 def _read_sliding(reader: ConfigReader, variant: Variant, num_layers: int) -> list[bool]:
-    """True for each layer that a window is for, if there is one."""
+    """Return True for each layer with a window."""
     named = read_layer_types(reader, num_layers)
     uses = reader.get("sliding_window") is not None and reader.flag("use_sliding_window", default=True)
     if named is not None:
@@ -230,7 +230,7 @@ def _read_sliding(reader: ConfigReader, variant: Variant, num_layers: int) -> li
 def _read_windows(
     reader: ConfigReader, variant: Variant, sliding: Sequence[bool], context_len: int
 ) -> Sequence[int | None]:
-    """Sliding window by layer."""
+    """Return the sliding window by layer."""
     num_layers = len(sliding)
     if reader.get("sliding_window") is None or not reader.flag("use_sliding_window", default=True):
         return [None] * num_layers

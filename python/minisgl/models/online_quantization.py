@@ -54,7 +54,7 @@ def _round(name: str, weight: Tensor, method: Method, forms: WeightForms, *, div
 
 
 def describe(method: Method, dtype: str, kept: str = "") -> str:
-    """Tell in one line what is rounded and how it is computed with, `kept` ones as they are rounded."""
+    """Return one line on how weights are rounded and multiplied; the modules `kept` stay as they are rounded."""
     scales = f"a scale for {INT4_GROUP} inputs, the head too" if method == "int4" else "a scale for each output"
     form = f"multiplied in {dtype}, {kept} kept in {method}" if kept else f"kept and multiplied in {dtype}"
     return f"matrices are rounded to {method} as they are loaded ({scales}) and {form}"

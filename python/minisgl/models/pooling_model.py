@@ -1,4 +1,4 @@
-"""Decoder that makes a vector of each prompt: the state of its last token, or the mean of all, or logits of classes."""
+"""Decoder that makes a vector of each prompt: the last token's state, the mean of all states, or logits of classes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ScoreHead(nn.Module):
 
 
 class PoolingModel(DecoderModel):
-    """A decoder and, if it classifies, its head."""
+    """A decoder and, for a classifier, its head."""
 
     def __init__(self, config: ModelConfig, pooling: PoolingConfig, *, tp: TPGroup, dtype: torch.dtype) -> None:
         super().__init__(config, tp=tp, dtype=dtype)
@@ -52,6 +52,6 @@ class PoolingModel(DecoderModel):
         self.score = ScoreHead(config, pooling) if pooling.makes == "classes" else None
 
     def logits(self, states: Tensor, ctx: ForwardContext) -> Tensor:
-        """Vectors [S, size] float32 of states [S, hidden_size]: as they are after the last norm, or their classes."""
+        """Return vectors [S, size] float32 of states [S, hidden_size]: the last norm's output, or logits of classes."""
         vectors: Tensor = self.model.norm(states, ctx).float()
         return vectors if self.score is None else self.score.classes(vectors)

@@ -93,7 +93,7 @@ def _read_delta_net(reader: ConfigReader, *, grouped: bool) -> DeltaNetConfig:
 
 
 def _read_linear(reader: ConfigReader, num_layers: int) -> list[bool]:
-    """True for each recurrent layer; some layer must attend."""
+    """Return True for each recurrent layer; at least one layer must attend."""
     types = reader.get("layer_types")
     if types is None:
         interval = reader.count("full_attention_interval")

@@ -1,4 +1,4 @@
-"""Rules by which the form of a weight is chosen when it is loaded: dense, or quantized as its products read it."""
+"""Rules for the form of a weight when it is loaded: dense, or quantized as its products read it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Keeps = Callable[[LevelFormat, int, int, torch.dtype], bool]
 
 @dataclass(frozen=True, slots=True)
 class WeightForms:
-    """Rules by which a weight's form is chosen."""
+    """Rules for the forms of a model's weights."""
 
     device: torch.device
     tp: TPGroup
@@ -30,29 +30,29 @@ class WeightForms:
     fp8_activations: bool = False  # products may round x to FP8 where the format does; that of `method` fp8 does
 
     def rounded(self, module: Linear) -> LevelFormat | None:
-        """Return the format that a dense weight is rounded to when it is filled, if it is kept in it."""
+        """Return the format that a dense weight is rounded to when it is loaded, if products read that format."""
         rounds_x = self.fp8_activations and self.method == "fp8"
         return self._kept({INT4_FORMAT} if self.method == "int4" else self._rounding(rounds_x=rounds_x), module)
 
     def stored(self, module: Linear, formats: set[LevelFormat | None]) -> LevelFormat | None:
-        """Return the format of all parts of a weight, if it is kept in it."""
+        """Return the common format of all parts of a weight, if products read that format."""
         return self._kept(_by_one_scale(formats) if self.fp8_activations else _in_16_bits(formats), module)
 
     def rounded_experts(self, experts: Experts) -> LevelFormat | None:
-        """Return the format that dense experts are rounded to, if they are kept in it."""
+        """Return the format that dense experts are rounded to, if products read that format."""
         return self._kept_experts(self._rounding(), experts)
 
     def stored_experts(self, experts: Experts, formats: set[LevelFormat | None]) -> LevelFormat | None:
-        """Return the format of all parts of experts, if they are kept in it; their products never round x."""
+        """Return the common format of all parts of experts, if products read it; these products never round x."""
         return self._kept_experts(_in_16_bits(formats), experts)
 
     def largest_of_rows(self, weight: Tensor, *, divided: bool) -> Tensor:
-        """Return each row's largest magnitude, float32 [out, 1]; of all ranks' columns if they are `divided`."""
+        """Return each row's largest magnitude, float32 [out, 1], over all ranks' columns if they are `divided`."""
         largest = largest_of_rows(weight)
         return self.tp.all_gather(largest).amax(1, keepdim=True) if divided and self.tp.size > 1 else largest
 
     def _rounding(self, *, rounds_x: bool = False) -> set[LevelFormat | None]:
-        """Return the format of 8 bits, which experts have, too."""
+        """Return the 8-bit format of `method`, for weights and experts."""
         if self.method is None or self.method == "int4":
             return set()
         return {LevelFormat(self.method, rounds_x=rounds_x)}
@@ -80,11 +80,11 @@ def _in_16_bits(formats: set[LevelFormat | None]) -> set[LevelFormat | None]:
 
 
 def _by_one_scale(formats: set[LevelFormat | None]) -> set[LevelFormat | None]:
-    """Return the formats with the largest scale of x among them: x is rounded once for all parts of a weight."""
+    """Return the formats with the largest scale of x in each, because x is rounded once for all parts of a weight."""
     largest = max((form.x_scale for form in formats if form is not None), default=0.0)
     return {form and replace(form, x_scale=largest if form.x_scale else 0.0) for form in formats}
 
 
 def _only(formats: set[LevelFormat | None]) -> LevelFormat | None:
-    """Return the only format of these."""
+    """Return the format if all parts have the same one."""
     return next(iter(formats)) if len(formats) == 1 else None

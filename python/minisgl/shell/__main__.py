@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # nobody reads on: the rest, and what Python itself would still flush, is for nobody
+    except BrokenPipeError:  # the reader has closed the pipe: drop the rest, also what Python would flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -71,13 +71,13 @@ def _make_view(*, plain: bool) -> View:
         for stream in (sys.stdin, sys.stdout, sys.stderr):
             stream.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
         return PlainView()
-    from minisgl.shell.terminal import TerminalView, history_path  # its packages are not for pipes
+    from minisgl.shell.terminal import TerminalView, history_path  # pipes do not need its packages
 
     return TerminalView(COMMANDS, history_path())
 
 
 class PlainView:
-    """View of pipes and scripts: one question a line (a backslash at its end continues it), the answers' text out.
+    """View of pipes and scripts: one question per line (a backslash at its end continues it), and the answers' text.
 
     Only the answers go to stdout; notes and errors go to stderr.
     """
@@ -106,7 +106,7 @@ class PlainView:
         print(text, end="", flush=True)
 
     def think(self, text: str) -> None:
-        """Reasoning is not the answer."""
+        """Drop the reasoning, which is not the answer."""
 
     def note(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)

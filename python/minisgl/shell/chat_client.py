@@ -13,7 +13,7 @@ CONNECT_SECONDS = 10.0
 
 
 class ChatError(Exception):
-    """The server cannot be reached or refuses. One line for the person at the keyboard."""
+    """The server cannot be reached, or refuses. The text is one line for the user."""
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -69,11 +69,11 @@ class ChatClient:
         self._http = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
             headers={"authorization": f"Bearer {api_key}"} if api_key else {},
-            trust_env=not _is_local(self._base_url),  # a proxy knows no server of this machine
+            trust_env=not _is_local(self._base_url),  # a proxy cannot reach a server on this machine
         )
 
     async def models(self) -> list[str]:
-        """Return the names that the server answers to."""
+        """Return the names of the models that the server serves."""
         try:
             response = await self._http.get(f"{self._base_url}/models")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -86,7 +86,7 @@ class ChatClient:
             raise ChatError(f"{self._base_url}/models is not an OpenAI API: {error}") from error
 
     async def chat(self, body: dict[str, Any]) -> AsyncGenerator[Chunk, None]:
-        """Yield the answer as it comes. Leaving early closes the connection, by which the server knows to stop."""
+        """Yield the answer as it comes. Leaving early closes the connection, which aborts the request at the server."""
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         try:
             async with self._http.stream("POST", f"{self._base_url}/chat/completions", json=body) as response:
@@ -145,7 +145,7 @@ def _is_local(url: str) -> bool:
     try:
         host = httpx.URL(url).host
     except httpx.InvalidURL:
-        return False  # said when it is used
+        return False  # a wrong address is reported when it is used
     if host == "localhost":
         return True
     try:

@@ -23,7 +23,7 @@ from minisgl.shell.chat_client import ChatClient, ChatError
 
 Message = dict[str, str]
 
-# Not the user's to set: what the shell would not show, and what requests' bodies do not have under this name.
+# Fields that the user cannot set: the shell would not show their effect, or requests have no field of this name.
 _HIDDEN = ("logprobs", "prompt_logprobs", "grammar", "bad_words_ids")
 _KINDS = {name: kind for name, kind in typing.get_type_hints(SamplingParams).items() if name not in _HIDDEN}
 SAMPLING_FIELDS = tuple(_KINDS)
@@ -56,15 +56,15 @@ class AnswerView(Protocol):
 
 
 class View(Protocol):
-    """Terminal or pipe that questions come from and everything goes to."""
+    """The terminal or pipe that questions come from and answers go to."""
 
-    interactive: bool  # somebody sits there: errors and Ctrl-C do not end the program
+    interactive: bool  # True for a person: errors and Ctrl-C do not end the program
 
     def ask(self) -> str:
         """Return the next question or command. EOFError at the end, KeyboardInterrupt when it is taken back."""
 
     def answer(self) -> AbstractContextManager[AnswerView]:
-        """Show one answer within a `with` block; whatever has come is shown in full when it is left."""
+        """Show one answer within a `with` block; leaving the block shows all text that has arrived."""
 
     def note(self, text: str) -> None: ...
 
@@ -72,20 +72,20 @@ class View(Protocol):
 
 
 class Sampling:
-    """The sampling fields that the user has set. What is not set is not sent: the server's default holds."""
+    """The sampling fields that the user has set. Other fields are not sent, so the server's defaults hold."""
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
 
     def set(self, name: str, text: str) -> None:
-        """Take a value as it was typed, or `default`; ValueError with one line if it cannot be."""
+        """Set a value as it was typed, or the default; ValueError with one line if the value is wrong."""
         if name not in _KINDS:
             raise ValueError(f"{name} is not a sampling field; known are {', '.join(SAMPLING_FIELDS)}")
         values = {key: value for key, value in self._values.items() if key != name}
         if text != DEFAULT:
             try:
                 values[name] = msgspec.convert(_read(text, _KINDS[name]), _KINDS[name], strict=False)
-                SamplingParams(**values).validate(UNLIMITED)  # the server knows its own
+                SamplingParams(**values).validate(UNLIMITED)  # the server checks its own limits
             except msgspec.ValidationError as error:
                 raise ValueError(f"{name} cannot be {text!r}: {str(error)[:1].lower()}{str(error)[1:]}") from None
             except InvalidRequest as error:
@@ -98,7 +98,7 @@ class Sampling:
         return json.dumps(fields[name], ensure_ascii=False) if name in fields else DEFAULT
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields in the form of a request's body."""
+        """Return the fields as a request's body has them."""
         fields = dict(self._values)
         if "logit_bias" in fields:
             fields["logit_bias"] = {str(token): bias for token, bias in fields["logit_bias"]}
@@ -123,7 +123,7 @@ def _read(text: str, kind: Any) -> Any:
 
 @dataclass(slots=True)
 class Conversation:
-    """The turns so far, question and answer by turns, under one system message."""
+    """The turns so far, alternately question and answer, under one system message."""
 
     system: str = ""
     turns: list[Message] = field(default_factory=list)
@@ -138,7 +138,7 @@ class Conversation:
         self.turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
     def save(self, path: Path, model: str, sampling: dict[str, Any]) -> None:
-        """Write it: as the body of a request (.json), or to be read (.md). ValueError for another name; OSError."""
+        """Write the conversation as a request body (.json) or as text (.md). ValueError for another ending; OSError."""
         if path.suffix == ".json":
             body = {"model": model, **sampling, "messages": self.messages()}
             text = json.dumps(body, ensure_ascii=False, indent=2) + "\n"
@@ -157,7 +157,7 @@ class Answer:
 
     text: str = ""
     pieces: int = 0
-    tokens: int | None = None  # None: the server did not come to say it
+    tokens: int | None = None  # None: the stream ended before the server sent it
     finish: str | None = None
     first: float | None = None
     last: float = 0.0
@@ -204,7 +204,7 @@ class Session:
         }
 
     def run(self) -> int:
-        """Run until the end of the input or /exit; return not 0 if something failed and nobody sat there."""
+        """Run until the end of the input or /exit. Without a person at the terminal, return 1 if something failed."""
         while True:
             try:
                 text = self._view.ask()
@@ -219,9 +219,9 @@ class Session:
         return int(self._failed and not self._view.interactive)
 
     def terminate(self) -> None:
-        """End the program as SIGTERM does, but for an answer that is being given: behind it, or at a second call.
+        """End the program as SIGTERM does, after the current answer, or at once on a second call.
 
-        A server that ends finishes its answers, and its shell is told to end before it has shown the last one.
+        A server that shuts down finishes its answers, and signals its shell before the shell has shown the last one.
         """
         if self._is_answering and not self._must_end:
             self._must_end = True
@@ -319,6 +319,6 @@ class Session:
         if value.strip():
             self.sampling.set(name, value.strip())
         elif name and name not in SAMPLING_FIELDS:
-            self.sampling.set(name, DEFAULT)  # says which there are
+            self.sampling.set(name, DEFAULT)  # the error lists the fields
         names = [name] if name else SAMPLING_FIELDS
         self._view.note("\n".join(f"{name} = {self.sampling.get(name)}" for name in names))

@@ -1,4 +1,4 @@
-"""The shell as a child process that has the terminal, as the supervisor starts it for `--shell`."""
+"""The shell as a child process on the terminal, which the supervisor starts for `--shell`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ShellProcess:
         self.process = start_module("minisgl.shell", "--base-url", local_url(host, port), "--model", model, env=key)
 
     def end(self, grace: float = GRACE_SECONDS) -> int:
-        """End it if it still runs, after an answer within `grace` seconds, and leave the terminal as it was found.
+        """End the process if it still runs, and restore the terminal's modes. A running answer gets `grace` seconds.
 
         Returns its exit code.
         """
@@ -46,12 +46,12 @@ class ShellProcess:
 
 
 def on_terminal() -> bool:
-    """Return True if a person sits there: stdin and stdout are both a terminal."""
+    """Return True if stdin and stdout are both a terminal."""
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def check_packages() -> None:
-    """ConfigError if the shell would have a terminal and not the packages for it; pipes need none."""
+    """Raise ConfigError if a shell on this terminal lacks its packages; pipes need none."""
     missing = [name for name, module in PACKAGES.items() if not can_be_found(module)]
     if missing and on_terminal():
         needs = "the package" if len(missing) == 1 else "the packages"
@@ -64,7 +64,7 @@ def origin(scheme: str, host: str, port: int) -> str:
 
 
 def local_url(host: str, port: int) -> str:
-    """Return the URL by which this machine reaches a server that listens there."""
+    """Return the URL by which this machine reaches a server that listens on this address."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return origin("http", host, port) + "/v1"
 
@@ -72,5 +72,5 @@ def local_url(host: str, port: int) -> str:
 def _terminal_modes() -> list[Any] | None:
     try:
         return termios.tcgetattr(sys.stdin.fileno())
-    except (termios.error, OSError, ValueError):  # no terminal, or no stdin at all
+    except (termios.error, OSError, ValueError):  # no terminal, or no stdin
         return None

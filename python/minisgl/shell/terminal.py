@@ -1,4 +1,4 @@
-"""View of people: a line editor with history (prompt_toolkit), and answers drawn as Markdown while they come (rich).
+"""View on a terminal: a line editor with history (prompt_toolkit), and answers drawn as Markdown (rich).
 
 Enter sends, Alt-Enter or a backslash at the end of the line begins a new line, pasted text may have many lines.
 """
@@ -79,7 +79,7 @@ class TerminalView:
 
 
 def history_path() -> Path:
-    """Return the file of what was typed, which is state by the XDG base directories: kept, and not worth a backup."""
+    """Return the file of the input history, in the state folder of the XDG base directories."""
     state = os.environ.get("XDG_STATE_HOME")
     return (Path(state) if state else Path.home() / ".local" / "state") / "minisgl" / "shell_history"
 
@@ -105,7 +105,7 @@ def _keys() -> KeyBindings:
 
 @contextmanager
 def _no_echo() -> Iterator[None]:
-    """Keep what is typed during an answer for the next prompt, so that it does not get between the answer's lines."""
+    """Keep input typed during an answer for the next prompt, so that it does not appear between the answer's lines."""
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
     quiet = termios.tcgetattr(fd)
@@ -118,12 +118,12 @@ def _no_echo() -> Iterator[None]:
 
 
 class _MarkdownAnswer:
-    """Prints every block of Markdown for good once the next one has begun; the last one is drawn anew as it grows."""
+    """Prints each block of Markdown once the next one has begun, and redraws the last block as it grows."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._waiting = Spinner("dots", style="dim")
-        self._pending = ""  # Markdown of what is not printed yet
+        self._pending = ""  # Markdown that is not printed yet
         self._reasoning = ""
         self._printed = False
         self._next_cut = 0.0
@@ -136,7 +136,7 @@ class _MarkdownAnswer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._live.stop()  # and what it drew is gone
+        self._live.stop()  # erases what it drew
         self._print_reasoning()
         if self._pending.strip():
             self._print(self._pending)
@@ -156,7 +156,7 @@ class _MarkdownAnswer:
         self._reasoning += text
 
     def _draw(self) -> RenderableType:
-        """Return one frame; called by the thread of Live."""
+        """Return one frame; called by Live's thread."""
         if pending := self._pending:
             return _Bottom(_markdown(pending))
         return _Bottom(Text(self._reasoning, style=REASONING)) if self._reasoning else self._waiting
@@ -174,14 +174,14 @@ class _MarkdownAnswer:
 
 
 def _markdown(source: str) -> Markdown:
-    """Return Markdown that shows tags as they are: rich would drop them and their content."""
+    """Return Markdown that shows HTML tags as text: rich would drop them and their content."""
     markdown = Markdown(source)
     markdown.parsed = _parser.parse(source)
     return markdown
 
 
 def last_block(source: str) -> int:
-    """Return the place where the last block of this Markdown begins: what is before it cannot change any more.
+    """Return the place where the last block of this Markdown begins: text before it cannot change.
 
     Only whole lines count, because half a line may still become another kind of block.
     """
@@ -191,7 +191,7 @@ def last_block(source: str) -> int:
 
 
 class _Bottom:
-    """Last lines of something, as many as the screen has."""
+    """The last lines of a renderable, as many as the screen has."""
 
     def __init__(self, content: Markdown | Text) -> None:
         self._content = content

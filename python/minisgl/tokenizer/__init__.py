@@ -3,6 +3,6 @@
 `text` encodes prompts, conversations with the model's `chat_template` and pairs for rerankers with `pairs`; `admission`
 turns a request into what the scheduler runs. `incremental` and `redecoding` turn output ids into text as they come
 (`decoder_choice` says which), and `detokenizer` holds that state for all sequences and finds stop strings.
-`tokenizer_worker` and `detokenizer_worker` put them behind sockets. `files` and `folder` read a model's folder. Nothing
+`tokenizer_worker` and `detokenizer_worker` serve them on sockets. `files` and `folder` read a model's folder. Nothing
 here imports torch, nor transformers for a model that has a tokenizer.json.
 """

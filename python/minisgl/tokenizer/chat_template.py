@@ -23,7 +23,7 @@ Message = dict[str, Any]
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, by precedence
 _USED = ("default", "tool_use")  # names of the templates that are used
-_END_TAG = "END-OF-FINAL-MESSAGE-f1b2c7 "  # put behind the message to be continued, to find its end in the text
+_END_TAG = "END-OF-FINAL-MESSAGE-f1b2c7 "  # put after the message to continue, to find its end in the text
 
 
 class ChatTemplates:

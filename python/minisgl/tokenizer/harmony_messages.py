@@ -35,7 +35,7 @@ def harmony_messages(messages: list[Message]) -> list[Message]:
 
 
 def _in_turns(messages: list[Message]) -> Iterator[Message]:
-    moved: set[int] = set()  # results that have been put behind their call
+    moved: set[int] = set()  # results that have been moved after their call
     for index, message in enumerate(messages):
         calls = message.get("tool_calls")
         if index in moved:

@@ -1,4 +1,4 @@
-"""Our logits beside the oracle's, position by position, and distances that two correct computations may have. Pure.
+"""Our logits against the oracle's, position by position, with limits for two correct computations. Pure.
 
 Both engines round, and not in the same order. With the unit roundoff u of the dtype (2^-24 float32, 2^-11 float16,
 2^-8 bfloat16), a layer rounds the residual stream and what is added to it some `ROUNDINGS` times; these errors are
@@ -56,16 +56,16 @@ class Tolerance:
 
     rms: float
     largest: float
-    margin: float  # two logits nearer than this may change places
+    margin: float  # two logits closer than this may swap ranks
 
     def at_least(self, rounding: float) -> Tolerance:
-        """Return the limits for a prompt whose logits in transformers rounding moves by this root mean square."""
+        """Return the limits for a prompt for which rounding moves transformers' logits by this root mean square."""
         wider = max(1.0, OWN_ROOM * rounding / self.rms)
         return Tolerance(wider * self.rms, wider * self.largest, wider * self.margin)
 
 
 def tolerance(dtype: str, num_layers: int, factor: float = 1.0, *, experts_per_token: int = 0) -> Tolerance:
-    """Return the limits for a model of so many layers computed in this dtype on both sides; `factor` widens them."""
+    """Return the limits for a model with this many layers in this dtype on both sides; `factor` widens them."""
     expected = factor * _UNIT_ROUNDOFF[dtype] * math.sqrt(2 * (ROUNDINGS + experts_per_token) * num_layers)
     if dtype == "float32":
         expected *= SUMMATION
@@ -87,14 +87,14 @@ class Position:
     """One position's logits compared; differences in standard deviations of the oracle's logits."""
 
     position: int
-    absolute: float  # the largest difference, as it is
+    absolute: float  # the largest difference, not divided by the standard deviation
     largest: float
     rms: float
     our_best: Choice
     their_best: Choice
 
     def within(self, tolerance: Tolerance) -> bool:
-        """False for NaN too."""
+        """True if all differences are within the limits; False for NaN."""
         return self.rms <= tolerance.rms and self.largest <= tolerance.largest
 
 
@@ -129,7 +129,7 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """The first new token that differs."""
+    """The first new token that differs from the oracle's."""
 
     step: int  # number of the new token, from 0
     ours: Choice
@@ -138,7 +138,7 @@ class Parting:
     is_our_best: bool  # our token is the best of our logits: the sampler is not to blame
 
     def near_tie(self, tolerance: Tolerance) -> bool:
-        """Rounding may turn this choice over."""
+        """True if rounding may have changed the choice."""
         return self.is_our_best and self.margin <= tolerance.margin
 
 
@@ -151,14 +151,14 @@ class Run:
     positions: dict[int, Position] = field(default_factory=dict)
 
     def parting(self, prompt_len: int, expected: Sequence[int], logits: FloatArray) -> Parting | None:
-        """Return where the tokens part from the oracle's, if they do. logits [positions, vocab] are the oracle's."""
+        """Return where the tokens part from the oracle's, or None. logits [positions, vocab] are the oracle's."""
         step = common_length(self.tokens, expected)
         if step == len(expected):
             return None
         row = logits[prompt_len - 1 + step]
         ours, theirs = self.tokens[step], expected[step]
         seen = self.positions.get(prompt_len - 1 + step)
-        nan = float("nan")  # not seen: that pass kept no logits
+        nan = float("nan")  # unknown, because that pass kept no logits
         best, at_theirs = (None, nan) if seen is None else (seen.our_best, seen.their_best.ours)
         is_best = best is None or ours == best.token
         our_logit = best.ours if best is not None and ours == best.token else nan

@@ -25,7 +25,7 @@ class Beyond:
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """First token of a prompt at which the two engines part, in one pass."""
+    """The first token of a prompt, in one pass, at which the two engines part."""
 
     run: str
     parting: Parting
@@ -39,12 +39,12 @@ class PromptResult:
     name: str
     prompt_tokens: int
     new_tokens: int
-    compared: int  # positions, all passes together
-    cached: int  # prompt tokens found in the cache, all passes together
+    compared: int  # positions over all passes
+    cached: int  # prompt tokens found in the cache over all passes
     absolute: float
     largest: float
     rms: float
-    rounding: float  # root mean square by which transformers' own logits miss those in float32
+    rounding: float  # root mean square of transformers' logits minus its logits in float32
     limit: float  # on `rms`
     beyond: Beyond | None
     apart: list[Apart]
@@ -74,7 +74,7 @@ class Report:
         return f"layer {len(self.layers) - 1}, the final norm or the head"
 
     def to_json(self) -> dict[str, Any]:
-        """NaN, where a logit is not known, is null."""
+        """Return the JSON object; a NaN, for an unknown logit, becomes null."""
         found: dict[str, Any] = _without_nan({"ok": self.ok, **asdict(self)})
         for prompt, result in zip(found["prompts"], self.prompts, strict=True):
             prompt["ok"] = result.ok
@@ -85,7 +85,7 @@ class Report:
 def judge(answers: Answers, ours: OurAnswers, tolerance: Tolerance, *, has_experts: bool = False) -> Report:
     """Compare the passes with the oracle's answers, prompt by prompt."""
     roundings = [expected.rounding for expected in answers.expected]
-    if has_experts:  # at a router's near tie rounding chooses, in one prompt or in another
+    if has_experts:  # rounding decides near ties of routers, in any prompt
         roundings = [max(roundings)] * len(roundings)
     prompts = []
     for index, expected in enumerate(answers.expected):

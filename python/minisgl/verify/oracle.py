@@ -3,7 +3,7 @@
 One prompt at a time, the prompt in one forward and then a token each, so nothing of batching or padding is in them. The
 logits in the narrower dtype tell only how far rounding moves them: trained weights amplify it where a prompt repeats
 itself (massive activations), so that two right computations may be a standard deviation apart there.
-Only the file is left when it is done: the model is gone before ours is loaded, so the two never need room together.
+Only a file of logits remains: the model is freed before ours is loaded, so the two never need memory together.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TRACED = 32  # last prompt tokens whose hidden states are kept, to find the laye
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """One prompt's answer: `logits[p]` follow tokens[: p + 1], up to the one that chose the last new token."""
+    """One prompt's answer: `logits[p]` follow tokens[: p + 1]; the last row chose the last new token."""
 
     prompt: Prompt
     new_tokens: list[int]
@@ -47,7 +47,7 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """All prompts' answers, and the hidden states behind the last tokens of one prompt."""
+    """All prompts' answers, and the hidden states of the last tokens of one prompt."""
 
     expected: list[Expected]
     traced: int  # index of the prompt
@@ -66,7 +66,7 @@ def run_transformers(
     scratch: Path,
     progress: Callable[[], object],
 ) -> Answers:
-    """Return what transformers answers. `scratch` is a folder for the logits.
+    """Return the answers of transformers. `scratch` is a folder for the logits.
 
     Raises ConfigError if transformers cannot load or run the model.
     """
@@ -77,9 +77,9 @@ def run_transformers(
             progress()
         traced = max(range(len(prompts)), key=lambda index: len(prompts[index].tokens))
         out = model(torch.tensor([prompts[traced].tokens], device=device), output_hidden_states=True, use_cache=False)
-        # The last of them has gone through the final norm; the logits tell of it.
+        # The last entry is left out: it includes the final norm, and the logits cover it.
         hidden = [_host(states[0, -TRACED:]) for states in out.hidden_states[:-1]]
-    del model, out  # gone before another is loaded
+    del model, out  # frees the memory before another model is loaded
     is_float32 = dtype == torch.float32
     if not is_float32 and _has_room_for_float32(folder, dtype, device):
         with _model(folder, torch.float32, device) as model:
@@ -91,7 +91,7 @@ def run_transformers(
 
 @contextmanager
 def _model(folder: Path, dtype: torch.dtype, device: torch.device) -> Iterator[Any]:
-    """Lend the model as transformers loads it; it is gone behind. ConfigError if it cannot be loaded or run."""
+    """Lend the model as transformers loads it, and free it afterwards. ConfigError if it cannot be loaded or run."""
     model = _load(folder, dtype, device)
     try:
         yield model

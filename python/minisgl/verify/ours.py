@@ -36,7 +36,7 @@ LayerInputs: TypeAlias = tuple[States, ForwardContext, RMSNorm | None]
 
 
 class ObservedEngine(Engine):
-    """An engine that shows the logits of every token. CUDA graphs, which keep only what samples, are passed over."""
+    """An engine that shows the logits of every token. It bypasses CUDA graphs, which keep only logits that sample."""
 
     observer: Observer | None = None
 
@@ -58,7 +58,7 @@ class ObservedEngine(Engine):
             output = runner.forward(batch)
         ends = (batch.start_pos + batch.query_lens).tolist()
         known = [runner.state.tokens[slot, :end].tolist() for slot, end in zip(batch.slots.tolist(), ends, strict=True)]
-        # A product of fewer rows is rounded otherwise, so what the sampler reads takes the place of what was computed.
+        # A product of fewer rows rounds differently, so the sampler's own logits replace those of the same tokens here.
         sampling = step_inputs(batch).logits_indices
         logits[0][torch.from_numpy(sampling).to(logits[0].device).long()] = output.logits
         self.observer(batch, known, logits[0])
@@ -83,7 +83,7 @@ class ObservedEngine(Engine):
 
 @dataclass(slots=True)
 class OurAnswers:
-    """One Run a prompt for each pass, and how far the hidden states are apart after each layer."""
+    """One Run per prompt and pass, and the difference of hidden states after each layer."""
 
     passes: dict[str, list[Run]] = field(default_factory=dict)
     layers: list[float] = field(default_factory=list)  # relative root mean square; 0 is the embedding
@@ -143,7 +143,7 @@ class _Passes:
         for index, expected in enumerate(self._expected):
             ids = np.array(expected.prompt.tokens, dtype=np.int32)
             params = SamplingParams(max_tokens=len(expected.new_tokens), ignore_eos=True)
-            # Nothing is drawn, so the seed is free to say which prompt a row of the plan is.
+            # Decoding is greedy, so the seed can hold the prompt's number.
             self._loop.scheduler.add(first + index, ids, params, seed=index)
         while self._loop.has_work:
             report = self._loop.step()
@@ -156,7 +156,7 @@ class _Passes:
 
 
 def _comparing(expected: Sequence[Expected], runs: Sequence[Run]) -> Observer:
-    """Return an observer that compares positions whose tokens, to the first, are those of the oracle."""
+    """Return an observer that compares positions up to the first token that differs from the oracle's."""
     prompt_of: dict[int, int] = {}  # by slot
 
     def observe(batch: Batch, known: Sequence[list[int]], logits: Tensor) -> None:
@@ -204,7 +204,7 @@ def _ignore(_batch: Batch, _known: Sequence[list[int]], _logits: Tensor) -> None
 
 @contextmanager
 def _tapped(layers: Sequence[nn.Module], into: Sequence[list[Tensor]]) -> Iterator[None]:
-    """Keep what goes into each layer: what the one before it gave."""
+    """Record the input of each layer, which is the output of the layer before it."""
 
     def tap(kept: list[Tensor]) -> Callable[[nn.Module, LayerInputs], None]:
         def keep(_layer: nn.Module, inputs: LayerInputs) -> None:

@@ -1,6 +1,6 @@
-"""Metadata of a checkpoint and its tokenizer, for what config.json leaves out. No torch, no tokenizer's libraries.
+"""Metadata of a checkpoint and its tokenizer that config.json lacks. No torch, no tokenizer libraries.
 
-A file that is not there or cannot be read says nothing here; what needs it will name it.
+A missing or unreadable file counts as empty here; code that needs the file reports it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 def checkpoint_dtype(folder: Path) -> str | None:
-    """The dtype of the checkpoint's first floating tensor by name, which transformers takes if config.json has none."""
+    """Return the dtype of the first floating tensor by name, as transformers does if config.json has none."""
     files = [folder / "model.safetensors", *sorted(folder.glob("model-*.safetensors"))]
     path = next((path for path in files if path.is_file()), None)
     if path is None:
@@ -41,7 +41,7 @@ class _Token(msgspec.Struct):
 
 
 class _TokenizerJson(msgspec.Struct):
-    model: msgspec.Raw  # megabytes, rarely looked into
+    model: msgspec.Raw  # megabytes, rarely parsed
     added_tokens: list[_Token] = []
 
 
@@ -50,7 +50,7 @@ class _Model(msgspec.Struct):
 
 
 def tokenizer_eos(folder: Path) -> int | None:
-    """The id of the tokenizer's eos_token. Some folders name there alone what ends a turn."""
+    """Return the tokenizer's eos_token, which in some folders is the only name of the end of a turn."""
     try:
         config = load_tokenizer_config(folder)
     except (OSError, ConfigError):
@@ -66,7 +66,7 @@ def tokenizer_eos(folder: Path) -> int | None:
 
 
 def vocabulary_ids(folder: Path, texts: Sequence[str]) -> dict[str, int]:
-    """Return the ids of those tokens that tokenizer.json has, spelt as there."""
+    """Return the ids of the given tokens that tokenizer.json contains in this spelling."""
     try:
         content = msgspec.json.decode((folder / "tokenizer.json").read_bytes(), type=_TokenizerJson)
         found = {added.content: added.id for added in content.added_tokens if added.content in texts}

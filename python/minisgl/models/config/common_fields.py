@@ -1,4 +1,4 @@
-"""Parts of a config.json that families read alike: ropes in the forms of transformers 4 and 5, attention, the model."""
+"""Parts of a config.json that families share: ropes in the forms of transformers 4 and 5, attention, the model."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def read_attention(reader: ConfigReader, rope: RopeConfig) -> AttentionConfig:
 
 
 def read_layer_types(reader: ConfigReader, num_layers: int) -> list[bool] | None:
-    """True for each layer with a sliding window, as layer_types says; None without that key."""
+    """Return True for each layer with a sliding window, by layer_types; None without that key."""
     types = reader.get("layer_types")
     if types is None:
         return None
@@ -78,7 +78,7 @@ def read_layer_types(reader: ConfigReader, num_layers: int) -> list[bool] | None
 
 
 def read_expert_counts(reader: ConfigReader, experts: str, chosen: str = "num_experts_per_tok") -> tuple[int, int]:
-    """Read the number of experts, and of those that a token chooses; UnsupportedModel if these are more."""
+    """Read the number of experts and how many a token chooses. UnsupportedModel if it chooses more than there are."""
     count, top_k = reader.count(experts), reader.count(chosen)
     if top_k > count:
         raise UnsupportedModel(f"{chosen} {top_k} is more than {experts} {count}")
@@ -191,7 +191,7 @@ def parse_rope(reader: ConfigReader, parameters: Mapping[str, Any]) -> RopeConfi
 
 
 def read_context_len(reader: ConfigReader, rope: RopeConfig) -> int:
-    """Context length. YaRN as Qwen's model cards have it added leaves max_position_embeddings what it was without."""
+    """Return the context length. Qwen's cards add YaRN but keep max_position_embeddings at the original length."""
     max_positions = reader.count("max_position_embeddings")
     named = reader.get("original_max_position_embeddings") or rope_parameters(reader).get(
         "original_max_position_embeddings"

@@ -12,8 +12,8 @@ from minisgl.models.config.model_config import DTypeName, UnsupportedModel
 
 _T = TypeVar("_T")
 
-# Keys that change the result, with the value at which they do not. A family that knows better reads them; of the others
-# any other value is refused. Null is always harmless.
+# Keys that change the result, each with the only value that has no effect. A family may read such a key; where it does
+# not, other values are refused. Null never has an effect.
 _NEUTRAL: Mapping[str, Any] = {
     "hidden_act": "silu",
     "partial_rotary_factor": 1,
@@ -65,7 +65,7 @@ MOST |= dict.fromkeys(("max_position_embeddings", "original_max_position_embeddi
 
 
 class ConfigReader:
-    """One object of a config.json. It knows which keys were read, so that none which matters is passed over."""
+    """One object of a config.json. It records which keys were read, so that none which matters is overlooked."""
 
     def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
         self._raw = {**(defaults or {}), **raw}
@@ -76,14 +76,14 @@ class ConfigReader:
         return ConfigReader(self._raw, defaults)
 
     def nested(self, key: str, inherited: tuple[str, ...] = ()) -> ConfigReader:
-        """The object under `key`, which has the outer object's values of the `inherited` keys that it lacks."""
+        """Return the object under `key`; it inherits the `inherited` keys that it lacks from the outer object."""
         inner = self.get(key)
         if not isinstance(inner, dict):
             raise UnsupportedModel(f"config.json lacks {key}")
         return ConfigReader(inner, {name: self._raw[name] for name in inherited if name in self._raw})
 
     def get(self, key: str) -> Any:
-        """The value as it stands; None where there is none."""
+        """Return the value as it is written; None where there is none."""
         self._read.add(key)
         return self._raw.get(key)
 
@@ -99,7 +99,7 @@ class ConfigReader:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive, finite number."""
+        """Return a positive, finite number."""
         value = self.get(key)
         if value is None:
             return _required(key, default)
@@ -116,7 +116,7 @@ class ConfigReader:
         return value
 
     def dtype(self) -> DTypeName:
-        """The checkpoint's dtype; transformers 4 wrote it as torch_dtype."""
+        """Return the checkpoint's dtype; transformers 4 wrote it as torch_dtype."""
         name = self.get("dtype") or self.get("torch_dtype") or "float32"
         if name not in ("float32", "bfloat16", "float16"):
             raise UnsupportedModel(f"dtype {brief(name)} is not supported; known are float32, bfloat16, float16")
@@ -137,7 +137,7 @@ def _required(key: str, default: _T | None) -> _T:
 
 
 def brief(value: Any) -> str:
-    """JSON of at most 80 characters, for an error."""
+    """Return JSON of at most 80 characters, for an error."""
     text = json.dumps(value)
     return text if len(text) <= 80 else text[:77] + "..."
 

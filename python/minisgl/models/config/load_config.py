@@ -1,4 +1,4 @@
-"""Reads a model's folder: config.json, and what the files beside it add. No torch.
+"""Reads a model's folder: config.json and the files that add to it. No torch.
 
 What a config asks for and its family does not know is refused by name. Keys that do not change the result are ignored.
 """
@@ -78,7 +78,7 @@ def load_model_config(
 
 
 def _pooling_model(model: ModelConfig, pooling: PoolingConfig) -> ModelConfig:
-    """Return the model without a language model's head; its checkpoint may name the decoder's tensors without a prefix.
+    """Return the model without a language model's head. Its checkpoint may name the decoder's tensors without a prefix.
 
     No prompt is longer than what it was made for.
     """
@@ -99,7 +99,7 @@ def parse_config(
     eos_of_tokenizer: int | None = None,
     implementation: ModelImplementation = "auto",
 ) -> ModelConfig:
-    """Read the two files' contents and the tokenizer's eos_token; takes keys of transformers 4 and of 5."""
+    """Read the two files' contents and the tokenizer's eos_token, with the keys of transformers 4 or 5."""
     config = _read_architecture(raw, implementation)
     eos = _eos_token_ids(raw, generation or {}, eos_of_tokenizer)
     # Ids beyond the vocabulary, which some tokenizers have, are never generated; -1 means that there is none.
@@ -133,7 +133,7 @@ def _read_architecture(raw: Mapping[str, Any], implementation: ModelImplementati
 
 
 def _eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any], eos_of_tokenizer: int | None) -> list[int]:
-    """Return all ids that end an answer in any of the files, as vLLM and SGLang have it."""
+    """Return all ids that end an answer in any of the files, as vLLM and SGLang do."""
     ids: list[int] = []
     for source in (raw, raw.get("text_config"), generation, {"eos_token_id": eos_of_tokenizer}):
         value = source.get("eos_token_id") if isinstance(source, Mapping) else None

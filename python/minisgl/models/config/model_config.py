@@ -1,4 +1,4 @@
-"""A model as the engine knows it. Families make it from a config.json; nothing else reads that file."""
+"""A model's configuration in this package's own form. Families make it from a config.json, which only they read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ModelError(ConfigError):
 
 
 class UnsupportedModel(ModelError):
-    """The model, or something that its config asks for, is not there or not implemented."""
+    """The model is missing, or needs something that is not implemented."""
 
 
 class WeightError(ModelError):
@@ -27,13 +27,13 @@ class WeightError(ModelError):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointNames:
-    """Differences of a checkpoint's tensor names from this decoder's own, which begin with `model.` or `lm_head.`."""
+    """Differences between a checkpoint's tensor names and this decoder's, which begin with `model.` or `lm_head.`."""
 
-    renamed: tuple[tuple[str, str], ...] = ()  # (theirs, ours): prefixes, the first that fits is replaced
+    renamed: tuple[tuple[str, str], ...] = ()  # (theirs, ours): the first prefix that matches is replaced
     ignored: tuple[str, ...] = ()  # prefixes of tensors that text does not need, such as a vision tower's
 
     def ours(self, name: str) -> str | None:
-        """Return this decoder's name of a checkpoint tensor; None for one that is left out."""
+        """Return this decoder's name of a checkpoint tensor; None for a tensor that is left out."""
         if name.startswith(self.ignored):
             return None
         for theirs, ours in self.renamed:
@@ -44,7 +44,7 @@ class CheckpointNames:
 
 @dataclass(frozen=True, slots=True)
 class RotaryCall:
-    """Call of a module that makes cosines and sines: its name, and what it is told besides x and the positions."""
+    """Call of a module that computes cosines and sines: its name, and its arguments besides x and the positions."""
 
     name: str
     args: tuple[str | int | float | None, ...] = ()
@@ -55,13 +55,13 @@ class RotaryCall:
 class TransformersModules:
     """Modules of transformers that compute a model."""
 
-    config_json: str  # from which transformers makes them
-    attending: tuple[str, ...]  # names of those that attend, in the layers' order
-    rotaries: tuple[RotaryCall | None, ...]  # one for each of these, if kernels of csrc/ can rotate instead
+    config_json: str  # transformers builds the modules from it
+    attending: tuple[str, ...]  # names of attention modules, in the layers' order
+    rotaries: tuple[RotaryCall | None, ...]  # by attention module; None: transformers rotates
     merged: tuple[tuple[str, ...], ...]  # names of linear layers that read one input
     tp_plan: tuple[tuple[str, str], ...]  # styles by which transformers divides modules among ranks
-    tp_missing: str | None  # why these do not divide the model, if so
-    tp_sizes: tuple[tuple[str, int], ...]  # sizes that they divide, each with a name
+    tp_missing: str | None  # reason why the plan cannot divide the model, if so
+    tp_sizes: tuple[tuple[str, int], ...]  # (name of a size that ranks divide, size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class ModelConfig:
     logits_softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
     checkpoint: CheckpointNames = CheckpointNames()
     transformers: TransformersModules | None = None  # modules that compute the model; None: this package's
-    quantization: Quantization | None = None  # how the checkpoint stores its matrices; None: in dtype or wider
+    quantization: Quantization | None = None  # format of the checkpoint's matrices; None: floating point, not quantized
     pooling: PoolingConfig | None = None  # result for a prompt; None: text
 
     @property
@@ -93,17 +93,17 @@ class ModelConfig:
 
     @property
     def attentions(self) -> tuple[AttentionConfig, ...]:
-        """Attention of the layers that have any: all but the recurrent ones of a hybrid model."""
+        """Attention of each layer that attends: all but the recurrent layers of a hybrid model."""
         return tuple(layer.attention for layer in self.layers if isinstance(layer.attention, AttentionConfig))
 
     @property
     def attention(self) -> AttentionConfig:
-        """Attention of the first such layer; those of some families differ in the number and size of KV heads."""
+        """Attention of the first such layer; in some families later ones have other KV heads or head sizes."""
         return self.attentions[0]
 
     @property
     def is_hybrid(self) -> bool:
-        """True if some layers are recurrent: they keep a state by slot, which no page of a prefix brings back."""
+        """True if some layers are recurrent: their state belongs to a slot, and pages of a prefix cannot restore it."""
         return len(self.attentions) < len(self.layers)
 
     @property
@@ -112,7 +112,7 @@ class ModelConfig:
         return tuple(attention.window for attention in self.attentions)
 
     def with_whole_experts(self) -> ModelConfig:
-        """Return the model with experts that a rank holds whole. Raises UnsupportedModel if there are none."""
+        """Return the model with experts that ranks hold whole. Raises UnsupportedModel if there are none."""
         layers = tuple(layer.with_whole_experts() for layer in self.layers)
         if layers == self.layers:
             computed = ", which is computed by transformers," if self.transformers is not None else ""
@@ -121,7 +121,7 @@ class ModelConfig:
 
     @property
     def experts_per_token(self) -> int:
-        """The most experts that a layer sends a token to; 0 for a dense model."""
+        """The largest number of experts that a layer sends a token to; 0 for a dense model."""
         return max((one.routing.top_k for layer in self.layers if (one := layer.experts)), default=0)
 
     def check_tp(self, size: int) -> None:

@@ -1,4 +1,4 @@
-"""Reads `quantization_config` of a config.json. What is not understood is refused by format and field. No torch."""
+"""Reads `quantization_config` of a config.json. Unknown contents are refused by format and field. No torch."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class _Fields:
         self.method, self.raw, self._path = method, raw, path
 
     def refuse(self, key: str) -> UnsupportedModel:
-        """The error for a value that is not supported."""
+        """Return the error for a value that is not supported."""
         return UnsupportedModel(
             f"quantization_config ({self.method}): {self._path}{key} {brief(self.raw.get(key))} is not supported"
         )
 
     def one_of(self, key: str, known: Iterable[Any], default: Any = None) -> Any:
-        """The value, or the default for none, which must be one of the known ones."""
+        """Return the value or its default, which must be one of the known ones."""
         value = self.raw.get(key)
         value = default if value is None else value
         if not any(value == one and type(value) is type(one) for one in known):
@@ -70,7 +70,7 @@ class _Fields:
                 raise self.refuse(key)
 
     def names(self, *keys: str) -> tuple[str, ...]:
-        """Patterns of modules under any of the keys."""
+        """Return the patterns of modules under any of the keys."""
         found: list[str] = []
         for key in keys:
             value = self.raw.get(key) or []
@@ -80,7 +80,7 @@ class _Fields:
         return tuple(found)
 
     def block(self, key: str) -> tuple[int, int] | None:
-        """Two sizes, rows and columns of a block."""
+        """Return the rows and columns of a block."""
         value = self.raw.get(key)
         if value is None:
             return None
@@ -106,7 +106,7 @@ def _compiles(name: str) -> bool:
 
 
 def _read_fp8(fields: _Fields) -> Quantization:
-    """FP8 of DeepSeek and Qwen3 (weight_block_size), of AutoFP8, and of fbgemm (a scale a channel)."""
+    """Read FP8 of DeepSeek and Qwen3 (weight_block_size), of AutoFP8, and of fbgemm (one scale per channel)."""
     fields.one_of("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     kind = fields.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
     scheme = ScaledWeights(
@@ -142,7 +142,7 @@ def _read_gptq(fields: _Fields) -> Quantization:
 
 
 def _read_modelopt(fields: _Fields) -> Quantization:
-    """FP8 of NVIDIA's Model Optimizer: a scale for each tensor, static activations; modules left out by wildcards."""
+    """Read FP8 of NVIDIA's Model Optimizer: one scale per tensor, static activations, modules excluded by wildcards."""
     fields.one_of("quant_algo", ("FP8",))
     fields.one_of("kv_cache_quant_algo", ("FP8", "none"), "none")
     cache = fields.inside("kv_cache_scheme")
@@ -186,7 +186,7 @@ def _read_compressed_tensors(fields: _Fields) -> Quantization:
 
 
 def _check_kv_cache(scheme: _Fields) -> None:
-    """Refuse what is no FP8 with a scale for K and one for V in each layer, or with none."""
+    """Refuse a KV cache other than FP8 with one scale each for K and V per layer, or without scales."""
     scheme.one_of("num_bits", (8,))
     scheme.one_of("type", ("float",))
     scheme.one_of("strategy", ("tensor",), "tensor")

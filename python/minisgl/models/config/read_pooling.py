@@ -1,4 +1,4 @@
-"""Reads what a folder says of pooling: the architecture's ending, and the files of sentence-transformers. No torch.
+"""Reads the pooling of a model's folder: the architecture's ending, and files of sentence-transformers. No torch.
 
 `modules.json` lists the steps of a sentence-transformers model, each with a folder of its own: a Transformer, then
 Pooling and Normalize (embeddings), or LogitScore (a causal reranker). What is not understood is refused by name.
@@ -17,7 +17,7 @@ from minisgl.pooling.pooling_config import Activation, Convert, PoolingConfig, P
 
 CAUSAL, CLASSIFIER, HEADLESS = "ForCausalLM", "ForSequenceClassification", "Model"
 _GENERATING = CAUSAL, "ForConditionalGeneration"
-_ANSWERS = "no", "yes"  # answers of Qwen3-Reranker; the second means that the document is relevant
+_ANSWERS = "no", "yes"  # answers of Qwen3-Reranker: "yes" means that the document is relevant
 _METHODS: Mapping[str, PoolingMethod] = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean"}
 _ACTIVATIONS: Mapping[str, Activation] = {"Sigmoid": "sigmoid", "Identity": "identity", "Softmax": "softmax"}
 
@@ -25,7 +25,7 @@ _ACTIVATIONS: Mapping[str, Activation] = {"Sigmoid": "sigmoid", "Identity": "ide
 def read_pooling(
     folder: Path, raw: Mapping[str, Any], model: ModelConfig, runner: Runner, convert: Convert
 ) -> PoolingConfig | None:
-    """Return what the model of a folder makes of prompts; None: it generates. Raises UnsupportedModel.
+    """Return how the model of a folder pools prompts; None if it generates. Raises UnsupportedModel.
 
     `raw` is its config.json. "auto" pools if there is a modules.json or the architecture has no language model's head.
     """
@@ -71,7 +71,7 @@ def _embedding(folder: Path, model: ModelConfig, steps: Mapping[str, Path]) -> P
 
 
 def _method(pooling: Mapping[str, Any]) -> PoolingMethod:
-    """Return the one way of pooling; config.json names it, or, before version 6, has a flag for each way."""
+    """Return the single pooling method; config.json names it, or, before version 6, has a flag for each method."""
     modes = pooling.get("pooling_mode")
     if modes is None:
         modes = [key.removeprefix("pooling_mode_") for key, on in pooling.items() if on is True and "mode_" in key]
@@ -107,7 +107,7 @@ def _classifier(folder: Path, raw: Mapping[str, Any], name: str, steps: Mapping[
 
 
 def _activation(raw: Mapping[str, Any], size: int) -> Activation:
-    """Return what turns logits into what is told: as the config says, or else into probabilities."""
+    """Return the activation of the logits: the config's, or by default the one that gives probabilities."""
     inner = raw.get("sentence_transformers")
     wanted = inner.get("activation_fn") if isinstance(inner, dict) else raw.get("sbert_ce_default_activation_function")
     if wanted is not None:
@@ -121,7 +121,7 @@ def _activation(raw: Mapping[str, Any], size: int) -> Activation:
 
 
 def _answer_ids(folder: Path, raw: Mapping[str, Any], steps: Mapping[str, Path]) -> tuple[int, ...]:
-    """Return the ids of the tokens for no and yes: by id in LogitScore's config, or by text as vLLM has it."""
+    """Return the ids of the tokens for no and yes: by id from LogitScore's config, or by text as in vLLM."""
     if "LogitScore" in steps:
         score = read_object(steps["LogitScore"] / "config.json")
         ids = [score.get("false_token_id"), score.get("true_token_id")]
@@ -142,7 +142,7 @@ def _answer_ids(folder: Path, raw: Mapping[str, Any], steps: Mapping[str, Path])
 
 
 def _steps(folder: Path) -> dict[str, Path]:
-    """Return the steps of modules.json in order: the class's name and its folder; nothing without that file."""
+    """Return the class name and folder of each step in modules.json; nothing without that file."""
     if not (folder / "modules.json").is_file():
         return {}
     listed = read_json(folder / "modules.json")

@@ -1,4 +1,4 @@
-"""Functions behind transformers' attention registry: first a probe of what each layer asks for, then paged attention.
+"""Functions for transformers' attention registry: a probe that records each layer's attention, and paged attention.
 
 Decoders that support the registry hand every layer's rotated q, k and v to a function by name, and make their masks by
 another one. Ours pass the call on to the object that the layer's module carries.

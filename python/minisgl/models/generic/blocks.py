@@ -42,7 +42,7 @@ class ReplacementGatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        if not len(rows):  # an expert's that nobody chose
+        if not len(rows):  # an expert that no token chose
             return x.clone()
         first = self.gate_up_proj
         hidden = first.product.norm_gated_linear(rows, None, first.bias, activation=self.activation)

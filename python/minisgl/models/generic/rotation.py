@@ -1,4 +1,4 @@
-"""Rotary positions by our kernels, behind transformers' back: queries and keys reach attention unrotated.
+"""Rotary positions by our kernels in models of transformers: queries and keys reach attention unrotated.
 
 A module's forward finds the function that rotates among the globals of its file. It gets a copy of its forward whose
 globals have ours there, which hands q and k on as they are. That is right only if the function is the plain rotation of

@@ -87,7 +87,7 @@ async def serve(worker: Worker, sock: socket.socket) -> None:
     if tracer is not None:
         await asyncio.to_thread(tracer.close)
     for task in ended:
-        task.result()  # raises the error of a task that failed: without its receiver the process would answer nobody
+        task.result()  # raises the error of a failed task: a process without its receiver could not answer
 
 
 async def receive_forever(inbox: Inbox[ToApi], client: EngineClient) -> None:

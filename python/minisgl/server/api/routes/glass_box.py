@@ -66,7 +66,7 @@ class DebugState(msgspec.Struct, frozen=True, kw_only=True):
 class Inspector:
     """Asks the scheduler for its state on behalf of all watchers, one query at a time, at most every MIN_INTERVAL.
 
-    The scheduler is asked only while somebody asks here.
+    Without watchers the scheduler is not asked.
     """
 
     def __init__(self, client: EngineClient, heartbeat: Heartbeat) -> None:
@@ -147,7 +147,7 @@ class GlassBoxRoutes(Routes):
     async def state(self, request: Request) -> Response:
         """Return requests, steps, pages and cached prefixes of the engine, and the totals of /metrics.
 
-        With `?since=N`, only steps after step N are listed. Steps are recorded only while somebody asks.
+        With `?since=N`, only steps after step N are listed. Steps are recorded only while this route is polled.
         """
         service = self._service
         state, steps = await self._inspector.look(_since(request))
