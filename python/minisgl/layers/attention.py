@@ -69,36 +69,11 @@ class Attention(nn.Module):
         self.rotary = rotary
         self.num_heads = config.heads_per_rank(tp.size)
         self.num_kv_heads = config.kv_heads_per_rank(tp.size) if config.kv_of is None else 0
-        self.head_dim = dim = config.head_dim
-        q_rows, kv_rows = config.num_heads * dim, config.num_kv_heads * dim
-        share = self.num_heads * dim
-        q_all = [range(tp.rank * share, (tp.rank + 1) * share)]
-        gate_kept: list[range] = []
-        if config.output_gate:  # q_proj has a head's query, then its gate
-            heads = range(tp.rank * self.num_heads, (tp.rank + 1) * self.num_heads)
-            q_all = [range(2 * head * dim, (2 * head + 1) * dim) for head in heads]
-            gate_kept = [range((2 * head + 1) * dim, (2 * head + 2) * dim) for head in heads]
-            q_rows *= 2
-        q_kept = paired_rows(q_all, dim, config.rope)
-        v_kept = [range(head * dim, (head + 1) * dim) for head in config.kv_heads_of(tp.rank, tp.size)]
-        k_kept = paired_rows(v_kept, dim, config.rope)
-        v_name = "k_proj" if config.k_is_v else "v_proj"
-        parts = [Part("q_proj", q_rows, q_kept)]
-        if config.kv_of is None:
-            parts += [Part("k_proj", kv_rows, k_kept), Part(v_name, kv_rows, v_kept)]
-        if config.output_gate:
-            parts.append(Part("q_proj", q_rows, gate_kept))
+        self.head_dim = config.head_dim
+        parts = _qkv_parts(config, tp)
         self.output_gate = config.output_gate
         self.qkv_proj = ColumnParallelLinear(hidden_size, parts, bias=config.qkv_bias, dtype=dtype)
-        self.q_norm: RMSNorm | None = None
-        self.k_norm: RMSNorm | None = None
-        if config.qk_norm == "head":
-            kept = paired_rows([range(dim)], dim, config.rope)
-            self.q_norm = RMSNorm(dim, norm, dtype=dtype, kept=kept)
-            self.k_norm = RMSNorm(dim, norm, dtype=dtype, kept=kept) if config.kv_of is None else None
-        elif config.qk_norm == "projection":
-            self.q_norm = ProjectionNorm(q_rows, norm, dtype=dtype, kept=q_kept, tp=tp)
-            self.k_norm = ProjectionNorm(kv_rows, norm, dtype=dtype, kept=k_kept, tp=tp)
+        self.q_norm, self.k_norm = _qk_norms(config, parts, norm, tp, dtype)
         self.sinks: HeadParameter | None = None
         if config.has_sinks:
             heads = range(tp.rank * self.num_heads, (tp.rank + 1) * self.num_heads)
@@ -112,7 +87,9 @@ class Attention(nn.Module):
             k_norm=params_of(self.k_norm) if by_head else None,
             v_eps=norm.eps if config.v_norm else None,
         )
-        self.o_proj = RowParallelLinear(config.num_heads * dim, hidden_size, bias=config.out_bias, tp=tp, dtype=dtype)
+        self.o_proj = RowParallelLinear(
+            config.num_heads * config.head_dim, hidden_size, bias=config.out_bias, tp=tp, dtype=dtype
+        )
 
     def forward(
         self,
@@ -148,3 +125,43 @@ class Attention(nn.Module):
     def may_round(self) -> bool:
         """True if the output of attention may be rounded to FP8 before it is stored, because its product reads FP8."""
         return self.o_proj.takes_rounded and not self.output_gate
+
+
+def _qkv_parts(config: AttentionConfig, tp: TPGroup) -> list[Part]:
+    """Return this rank's rows of q, k, v and the output gate, in the order of the merged product.
+
+    With `config.k_is_v` the rows of v are read from k's matrix, and with `config.kv_of` there are neither k nor v.
+    """
+    dim, share = config.head_dim, config.heads_per_rank(tp.size)
+    heads = range(tp.rank * share, (tp.rank + 1) * share)
+    if config.output_gate:  # q_proj has a head's query, then its gate
+        q_rows = 2 * config.num_heads * dim
+        q_kept = [range(2 * head * dim, (2 * head + 1) * dim) for head in heads]
+        gate_kept = [range((2 * head + 1) * dim, (2 * head + 2) * dim) for head in heads]
+        gate = [Part("q_proj", q_rows, gate_kept)]
+    else:
+        q_rows, gate = config.num_heads * dim, []
+        q_kept = [range(heads.start * dim, heads.stop * dim)]
+    parts = [Part("q_proj", q_rows, paired_rows(q_kept, dim, config.rope))]
+    if config.kv_of is None:
+        kv_rows = config.num_kv_heads * dim
+        v_kept = [range(head * dim, (head + 1) * dim) for head in config.kv_heads_of(tp.rank, tp.size)]
+        parts.append(Part("k_proj", kv_rows, paired_rows(v_kept, dim, config.rope)))
+        parts.append(Part("k_proj" if config.k_is_v else "v_proj", kv_rows, v_kept))
+    return parts + gate
+
+
+def _qk_norms(
+    config: AttentionConfig, parts: list[Part], norm: NormConfig, tp: TPGroup, dtype: torch.dtype
+) -> tuple[RMSNorm | None, RMSNorm | None]:
+    """Return the norms of q and k: of single heads, or of all heads of a projection."""
+    if config.qk_norm == "none":
+        return None, None
+
+    def make(part: Part) -> RMSNorm:
+        if config.qk_norm == "head":
+            kept = paired_rows([range(config.head_dim)], config.head_dim, config.rope)
+            return RMSNorm(config.head_dim, norm, dtype=dtype, kept=kept)
+        return ProjectionNorm(part.rows, norm, dtype=dtype, kept=part.kept, tp=tp)
+
+    return make(parts[0]), make(parts[1]) if config.kv_of is None else None
