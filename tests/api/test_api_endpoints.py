@@ -25,6 +25,15 @@ USER = {"role": "user", "content": "hello there"}
 # --- models ---
 
 
+def test_models_health_version(server: RunningServer) -> None:
+    assert [model.id for model in server.sdk.models.list()] == [MODEL]
+    model = server.sdk.models.retrieve(MODEL)
+    assert (model.object, model.owned_by) == ("model", "minisgl")
+    assert server.get(f"/v1/models/{MODEL}").json()["max_model_len"] == 4096
+    assert server.get("/health").json() == {"status": "ok"}
+    assert server.get("/version").json()["version"]
+
+
 def test_several_names(start_server: Callable[..., RunningServer]) -> None:
     names = [MODEL, "short", "org/Long-Name"]
     server = start_server(model_names=tuple(names))
@@ -371,3 +380,30 @@ def test_the_docs_name_every_route_and_field(server: RunningServer) -> None:
     assert [path for path in sorted(paths) if path not in docs] == []
     fields = ChatBody.model_fields | CompletionBody.model_fields | GenerateBody.model_fields | SglangBody.model_fields
     assert [name for name in fields if f"`{name}`" not in docs] == []
+
+
+# --- /server_info ---
+
+
+def test_server_info(server: RunningServer) -> None:
+    info = server.get("/server_info").json()
+    assert info["complete"] is True
+    assert info["processes"].keys() == {"api", "tokenizer-0", "scheduler-0", "detokenizer"}
+    assert info["processes"]["api"]["open_requests"] == 0
+    limits = {"max_seq_len": 4096, "vocab_size": 1000, "max_choices": 64, "max_stop_strings": 32, "max_logprobs": 20}
+    assert info["limits"] == {**limits, "max_new_tokens": None}
+    assert info["config"]["model_names"] == [MODEL]
+
+
+def test_server_info_of_several_tokenizers(start_server: Callable[..., RunningServer]) -> None:
+    info = start_server(num_tokenizers=3).get("/server_info").json()
+    assert {f"tokenizer-{index}" for index in range(3)} <= info["processes"].keys()
+
+
+def test_server_info_when_a_process_is_silent(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minisgl.server.api.routes.operations.SERVER_INFO_TIMEOUT", 0.1)
+    monkeypatch.setattr(server.engine, "answers_queries", False)
+    info = server.get("/server_info").json()
+    assert info["complete"] is False
+    assert info["processes"].keys() == {"api"}
+    server.assert_idle()

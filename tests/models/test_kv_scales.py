@@ -18,9 +18,9 @@ from minisgl.models.config.model_config import UnsupportedModel, WeightError
 from minisgl.quantization.kv_scales import read_kv_scales
 from models.harness import Harness
 from models.quantized import DYNAMIC_FP8, compressed, save_quantized
+from models.test_logits import prompt
 from models.test_model_tp import Rank
 from models.test_model_weights import load
-from models.test_models import prompt
 from models.test_quantization import InMemory
 from models.tiny import make_model
 from support.tiny_tokenizer import save_byte_tokenizer

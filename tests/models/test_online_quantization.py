@@ -28,9 +28,9 @@ from minisgl.quantization import rounding
 from minisgl.quantization.rounding import INT4_GROUP, largest_of_rows, levels_of_int4, round_to_8_bits, round_to_int4
 from models.harness import Harness
 from models.quantized import SHAPE, save_quantized
+from models.test_logits import prompt
 from models.test_model_tp import Rank
 from models.test_model_weights import assert_same
-from models.test_models import prompt
 from models.tiny import make_model
 
 CPU = torch.device("cpu")

@@ -23,9 +23,9 @@ from minisgl.quantization.dequantize import find_quantized
 from minisgl.quantization.schemes import Mxfp4Weights, Quantization
 from models.harness import Harness
 from models.quantized import FORMATS, GROUP, compressed, save_quantized
+from models.test_logits import assert_close, oracle, prompt
 from models.test_model_tp import Rank
 from models.test_model_weights import assert_same, load
-from models.test_models import assert_close, oracle, prompt
 
 Pair = tuple[Path, Path]
 

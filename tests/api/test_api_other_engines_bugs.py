@@ -1,4 +1,4 @@
-"""Mistakes that other engines made, as far as the API server could repeat them."""
+"""Requests that crash or corrupt other engines are refused, or answered correctly, by this API server."""
 
 from __future__ import annotations
 

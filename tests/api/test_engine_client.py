@@ -1,4 +1,4 @@
-"""EngineClient alone: maps, aborts and merging, without sockets."""
+"""Unit tests of EngineClient without sockets: open requests, aborts, and merged deltas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Published configs of families that are a row of Llama's table, and what each row makes of them."""
+"""Published configs of the families in the table of Llama, and the decoder that each of them gives."""
 
 from __future__ import annotations
 
