@@ -158,7 +158,7 @@ def test_the_admin_key_alone_opens_the_control_routes(
             refusal(server.post(path, json={"all": True}, headers=headers), 401, "invalid_api_key")
         assert server.post(path, json={"all": True}, headers=bearer("admin")).status_code == 200
     refusal(server.get("/flush_cache"), 401, "invalid_api_key")
-    assert server.post(CHAT, json=HELLO, headers=bearer("admin")).status_code == 200, "it opens all"
+    assert server.post(CHAT, json=HELLO, headers=bearer("admin")).status_code == 200, "the admin key opens all routes"
     assert server.post(CHAT, json=HELLO, headers=bearer("user")).status_code == 200
     assert server.post(CHAT, json=HELLO).status_code == (401 if keys else 200)
     info = server.get("/server_info", headers=bearer("user"))

@@ -57,11 +57,11 @@ def test_a_drain_refuses_what_comes_and_answers_what_was_there(start_server: Sta
     assert "x-should-retry" not in refused.headers, "the clients of OpenAI may try again, elsewhere"
     assert server.get("/metrics").status_code == 200
     assert not server.drained.is_set()
-    assert len(server.engine.of_type(Generate)) == 3, "what was refused went no further"
+    assert len(server.engine.of_type(Generate)) == 3, "refused requests do not reach the engine"
     name = json.loads(head.partition(b"data: ")[2].partition(b"\n")[0] or stream.read_until(b"\n").partition(b"\n")[0])
     finish(server)
     assert b'"late"' in streamed_later.read_all()
-    assert b'"late"' in whole.read_all(), "and then the connection was closed"
+    assert b'"late"' in whole.read_all(), "the connection closes after the answer"
     assert not server.drained.is_set()
     assert server.post("/abort", json={"request_id": name["id"]}).json() == {"aborted": 1}
     assert b"request_aborted" in stream.read_all()

@@ -158,7 +158,7 @@ def test_health_notices_a_silent_engine(start_server: Callable[..., RunningServe
         assert response.json()["error"]["code"] == "unhealthy"
         assert response.headers["retry-after"]
     assert server.get("/version").status_code == 200
-    assert len(server.engine.of_type(StatsRequest)) == asked, "nobody is asked"
+    assert len(server.engine.of_type(StatsRequest)) == asked, "no process is asked"
 
 
 def test_ready_says_when_the_server_is_full(start_server: Callable[..., RunningServer]) -> None:

@@ -88,7 +88,7 @@ def test_which_function_is_called(hermes: RunningServer) -> None:
 
     both = ["get_weather", "get_time"]
     assert asked() == asked(function_call="auto") == (both, "function_call")
-    assert asked(function_call={"name": "get_weather"}) == (both, "stop"), "as it was asked for"
+    assert asked(function_call={"name": "get_weather"}) == (both, "stop"), "the answer has the requested form"
     assert asked(function_call="none") == (None, "stop")
 
 

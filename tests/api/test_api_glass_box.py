@@ -20,14 +20,14 @@ def test_the_page_runs_nothing_but_its_own_script(server: RunningServer) -> None
     assert response.headers["content-type"] == "text/html; charset=utf-8"
     policy = response.headers["content-security-policy"]
     assert policy == content_security_policy(response.text)
-    assert re.findall(r"'sha256-[^']+'", policy), "of its script and its style"
+    assert re.findall(r"'sha256-[^']+'", policy), "the hashes of its script and its style"
     assert policy.count("sha256-") == 2
     for part in ("default-src 'none'", "connect-src 'self'", "frame-ancestors 'none'", "form-action 'none'"):
         assert part in policy
     assert "unsafe" not in policy
     html = response.text
     assert not re.search(r"""(src|href)=["'](https?:)?//""", html), "nothing comes from elsewhere"
-    assert not re.search(r"<[^>]+\s(style|on\w+)=", html), "what the policy would refuse"
+    assert not re.search(r"<[^>]+\s(style|on\w+)=", html), "the policy refuses inline handlers and styles"
     assert "innerHTML" not in html
 
 
@@ -72,7 +72,7 @@ def test_many_viewers_share_one_inspection_of_the_engine(server: RunningServer) 
 def test_a_look_says_what_it_knows(server: RunningServer) -> None:
     server.get(f"{STATE}?since=5")
     answer = server.get(STATE).json()
-    assert answer["steps"][-1]["step"] == 9, "of the scripted engine"
+    assert answer["steps"][-1]["step"] == 9, "step 9 comes from the scripted engine"
     assert server.get(f"{STATE}?since=9").json()["steps"] == []
     for text in ("x", "-2", "1.5", "9" * 30, "%D9%A1"):
         error = server.get(f"{STATE}?since={text}")

@@ -38,7 +38,7 @@ def test_requests_that_crash_other_servers_are_refused(
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
     assert not server.engine.of_type(Generate)
-    assert server.post(CHAT, json={"messages": HELLO}).status_code == 200, "and the server goes on"
+    assert server.post(CHAT, json={"messages": HELLO}).status_code == 200, "the server still answers"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -151,7 +151,7 @@ def test_n_and_stop_are_not_ignored(server: RunningServer) -> None:
     assert server.post(CHAT, json={"messages": HELLO, "presence_penalty": 1}).status_code == 200
     assert server.engine.of_type(Generate)[-1].sampling.presence_penalty == 1
     refused = server.post(CHAT, json={"messages": HELLO, "use_beam_search": True})
-    assert refused.status_code == 400, "what cannot be done is not ignored either"
+    assert refused.status_code == 400, "an unsupported field is refused, not ignored"
 
 
 def test_generate_events_have_the_blank_line(start_server: Callable[..., RunningServer]) -> None:

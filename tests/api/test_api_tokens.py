@@ -162,12 +162,12 @@ def test_best_of(server: RunningServer) -> None:
     texts = [answer(prompt, choice, 4) for prompt in ("one", "two") for choice in (3, 2)]
     assert [choice["text"] for choice in body["choices"]] == texts
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
-    assert body["usage"]["completion_tokens"] == 2 * 4 * 4, "what was made is counted"
-    assert all(choice["logprobs"] is None for choice in body["choices"]), "nobody asked for them"
+    assert body["usage"]["completion_tokens"] == 2 * 4 * 4, "tokens of dropped choices count too"
+    assert all(choice["logprobs"] is None for choice in body["choices"]), "no log probabilities were requested"
     (choice,) = complete(server, best_of=3, logprobs=1)["choices"]
     assert choice["logprobs"]["tokens"] == words(choice=2)
     assert choice["text"] == answer("one two", 2, 4)
-    assert complete(server, n=2, best_of=2)["choices"][0]["text"] == answer("one two", 0, 4), "as they come"
+    assert complete(server, n=2, best_of=2)["choices"][0]["text"] == answer("one two", 0, 4), "choices keep their order"
 
 
 def test_continuous_usage(server: RunningServer) -> None:
@@ -224,7 +224,7 @@ def test_an_echo_as_it_was_sent_has_the_special_tokens_that_were_written() -> No
 
 
 def test_tokens_that_read_alike() -> None:
-    """The most likely counts; the token itself is there all the same."""
+    """Of alternatives with one text the most likely counts; the chosen token is always listed."""
     written = TextLogprobsWriter(3).write([position(b"x", (b"y", -0.1), (b"y", -0.5), (b"w", -2.0))])
     assert written.top_logprobs == [{"y": -0.1, "w": -2.0, "x": -1.0}]
 

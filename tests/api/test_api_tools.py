@@ -278,7 +278,7 @@ def test_calls_of_strict_tools_are_constrained(hermes: RunningServer) -> None:
     assert "TEXT" in free
     assert "Times" in free
     assert "city" in free, "the name of a parameter"
-    assert "required" not in free, "of a tool that is not strict"
+    assert "required" not in free, "the tool is not strict"
     assert grammar(WEATHER, {**time, "function": {**time["function"], "strict": False}}) == ""
     assert grammar(WEATHER, time, tool_choice="none") == ""
     assert "TEXT" not in grammar(WEATHER, time, tool_choice="required")

@@ -77,7 +77,7 @@ def test_a_slow_reader_gets_one_merged_delta_per_choice() -> None:
             reader = Reader()
             streaming = asyncio.create_task(request.stream_to(reader))
             await asyncio.sleep(0)
-            assert reader.take_taken() == [[(0, "a", None)]], "what had come before"
+            assert reader.take_taken() == [[(0, "a", None)]], "deltas from before the reader came"
             client.dispatch([piece(first, "b"), piece(second, "B"), piece(first, "c")])
             assert reader.take_taken() == [[(0, "bc", None), (1, "B", None)]], "without a turn of its task"
 

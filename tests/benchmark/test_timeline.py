@@ -36,4 +36,4 @@ def test_more_requests_than_fit_are_an_error(num_slots: int, num_pages: int):
     loop = make_loop(num_slots, num_pages)
     with pytest.raises(ValueError, match=r"[345] of 8 requests run at once"):
         start_decode(loop, rows=8, prompt_tokens=64, first_seq_id=0)
-    assert loop.scheduler.counts()["sequences"] == 8, "it was noticed only when some had ended"
+    assert loop.scheduler.counts()["sequences"] == 8, "the error came only after some requests had ended"

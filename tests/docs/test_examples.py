@@ -12,7 +12,7 @@ import pytest
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted(DOCS.glob("[0-9]-*.md"))
 
-# A program, and what it prints in the block of text behind it, if it prints anything.
+# A program, and its output in the block of text after it, if it prints anything.
 EXAMPLE = re.compile(
     r"^```python\n(?P<program>.*?)^```\n(?:\n*```text\n(?P<output>.*?)^```\n)?", re.MULTILINE | re.DOTALL
 )

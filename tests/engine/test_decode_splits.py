@@ -26,7 +26,7 @@ def test_any_number_of_rows_is_divided(num_sms: int, spills: bool, fp8: bool, he
         assert splits.warps >= 2, "the new key and value have a warp each"
         threads = splits.warps * 32 * splits.blocks_of_sm
         assert threads <= (1024 + 512 if head_dim <= 128 else 256), "no registers are left for more"
-        assert splits.spare_clusters > 0, "who is cut must be helped"
+        assert splits.spare_clusters > 0, "split rows need spare clusters"
         assert splits.num_kv_splits >= 1
         assert 1 <= splits.min_tiles <= splits.max_tiles
 

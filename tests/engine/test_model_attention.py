@@ -153,7 +153,7 @@ def test_some_layers_of_a_captured_decode_are_fused_and_others_are_not() -> None
     assert isinstance(plans[1], TorchPlan)
     decode.prepare(np.array([4, 7], dtype=np.int32))
     assert backends[odd].prepared == [[0, 0, 0], [4, 7]]
-    assert backends[FULL].prepared == [], "whose decodes are fused"
+    assert backends[FULL].prepared == [], "full attention decodes in the fused kernel"
     assert not ModelAttention(layers[:1]).capture_decode(3).reads_page_table
 
 

@@ -26,7 +26,7 @@ def test_blocks_have_a_multiprocessor_each(kind: Kind, group: int) -> None:
             assert tiling.clusters * tiling.split <= 132
             assert tiling.clusters <= -(-width // (16 * tiling.row_blocks)), "each has a tile"
             assert tiling.slices * tiling.warps * tiling.split * 128 >= size
-            assert 256 <= tiling.threads <= 512, "of 128 registers"
+            assert 256 <= tiling.threads <= 512, "a thread has 128 registers"
 
 
 def test_whole_slices() -> None:

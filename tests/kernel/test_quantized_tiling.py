@@ -51,10 +51,10 @@ def test_blocks_of_quantized_weights(kind: Kind, group: int) -> None:
                 steps = -(-(size // tiling.block_k) // tiling.split)
                 assert tiling.stages >= steps or tiling.stages % tiling.warps == 0, "stages are a warp's own"
                 sums = tiling.block_n // 16 * tiling.max_rows // 8 * 4
-                assert 2 * sums + 60 <= registers(tiling), "of a group, of all, and operands"
+                assert 2 * sums + 60 <= registers(tiling), "registers hold a group's sums, all sums, and operands"
                 continue
             operands = 32 if kind == "int4" else 16  # for two phases
-            assert tiling.max_rows // 2 + operands + 28 <= registers(tiling), "of sums and operands"
+            assert tiling.max_rows // 2 + operands + 28 <= registers(tiling), "registers hold sums and operands"
             part = tiling.block_k // tiling.k_parts  # columns of a stage that a warpgroup multiplies
             assert part % (64 if kind == "int4" or tiling.k_parts > 1 else 32) == 0
 
@@ -66,7 +66,7 @@ def test_blocks_of_fp8_with_fp8(group: int) -> None:
             tiling = choose_fp8_tiling(rows, width, size, group, 132)
             check(tiling, fp8_stage_bytes(group, tiling), rows, size)
             lines = tiling.block_k // tiling.k_parts // 128  # that a warpgroup multiplies at a time
-            assert (1 + lines) * tiling.max_rows // 2 + 30 <= registers(tiling), "of sums of all and of each"
+            assert (1 + lines) * tiling.max_rows // 2 + 30 <= registers(tiling), "all sums and one line's sums"
 
 
 def test_a_ring_before_attention_leaves_it_an_L1_cache() -> None:

@@ -422,4 +422,4 @@ def test_a_picture_of_the_tree_has_its_largest_nodes_below_their_parents() -> No
     assert sum(node.pages for node in cache.tree(1000)) == cache.cached_pages
     for start in range(1000, 3000, 2):
         cache.insert(span(start, start + 2), ids(1000 + start))
-    assert len(cache.tree(10_000)) <= 3 + 256, "of a node's many children the newest are looked at"
+    assert len(cache.tree(10_000)) <= 3 + 256, "only the newest children of a node are listed"

@@ -64,7 +64,7 @@ class Harness:
         self.attention = ModelAttention(layers)
         self.pool = KVPool(self.attention.kv_layout, num_pages, device, num_slots=MAX_SEQUENCES)
         self.slots = 0
-        # What nobody wrote must not matter: NaN would spread through a masked product, so large but finite.
+        # Unwritten states must not matter. They are large, not NaN, which would spread through a masked product.
         for tensor in self.pool.states(0):
             tensor.fill_(50.0)
         self.free = np.random.default_rng(seed).permutation(num_pages).tolist()

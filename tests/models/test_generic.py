@@ -54,7 +54,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
     },
 }
-# By transformers' plan: outputs are gathered and heads divided behind their norms, or in the product of q, k and v.
+# transformers' plans gather outputs and divide heads after their norms, or divide the product of q, k and v.
 DIVIDED: dict[str, dict[str, Any]] = {
     **{kind: KINDS[kind] for kind in ("starcoder2", "gpt_neox", "mixtral")},
     "olmo2": {"num_key_value_heads": 2},

@@ -44,7 +44,7 @@ def parsed(text: str, pieces: Sequence[str] | None = None, **options: object) ->
         (THOUGHT + PREAMBLE + CALL, "Hm.", "I look.", [("f", '{"a": 1}')]),
         (THOUGHT + PREAMBLE + FINAL, "Hm.", "I look.\n\nHello", []),
         (THOUGHT + "<|start|>assistant" + THOUGHT + FINAL, "Hm.\n\nHm.", "Hello", []),
-        # the recipient first, as templates write it; a declared name alone; no arguments
+        # the recipient first, as templates write it; a declared name without namespace; no arguments
         (" to=functions.g<|channel|>commentary json<|message|>{}", "", "", [("g", "{}")]),
         ("<|channel|>commentary to=f<|message|> ", "", "", [("f", "{}")]),
         (THOUGHT + CALL + "<|call|>" + CALL.replace("f ", "g "), "Hm.", "", [("f", '{"a": 1}'), ("g", '{"a": 1}')]),

@@ -112,7 +112,7 @@ def test_a_pooling_model_refuses_generation(server: Server) -> None:
 
 
 def test_a_client_that_leaves_takes_its_prompts_with_it(server: Server, reference: Reference) -> None:
-    """Hundreds of prompts are under way when it goes; others are answered, and nothing is held."""
+    """Hundreds of its prompts are running when it leaves; other clients are answered, and no page stays in use."""
     body = json.dumps({"input": [[5 + index % 200, *range(200)] for index in range(600)]}).encode()
     head = f"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port or 0)) as leaving:

@@ -409,7 +409,7 @@ class World:
         for rows in report.prompt_logprobs:
             (seq_id,) = rows.seq_ids
             assert seq_id not in self.prompt_logprobs, "reported twice"
-            assert len(self.answers[seq_id]) == 1 or seq_id in ended, "neither with the first token nor the end"
+            assert len(self.answers[seq_id]) == 1 or seq_id in ended, "neither with the first token nor at the end"
             self.prompt_logprobs[seq_id] = rows
         for end in report.ended:
             assert end.seq_id not in self.ends, "ended twice"

@@ -125,7 +125,7 @@ def test_a_prompt_whose_last_chunk_failed_is_not_found_in_the_cache() -> None:
         world.add(seq_id, prompt, max_tokens=4, ignore_eos=True)
     world.run()
     assert steps[2].new_rows, "the second request was in flight when the failure showed"
-    assert steps[2].new_rows[0].pages.tolist()[4:], "it had found what was never written"
+    assert steps[2].new_rows[0].pages.tolist()[4:], "its prefix was cached, though its K and V were never written"
     expected = expected_answer(np.array(prompt), SamplingParams(max_tokens=4, ignore_eos=True))
     assert world.answers == {0: expected, 1: expected}
 

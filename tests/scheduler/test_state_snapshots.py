@@ -47,7 +47,7 @@ def test_a_prompt_continues_from_the_last_page_end_it_shares() -> None:
     assert ask(world, prompt) == [28]
     assert ask(world, prompt + tokens(1, 20)) == [28]
     assert ask(world, prompt[:29]) == [28]
-    assert ask(world, prompt[:28]) == [0], "of its 27 tokens that need not be computed, no state is known"
+    assert ask(world, prompt[:28]) == [0], "no snapshot lies within the 27 reusable tokens"
     assert told(world, "snapshots", "snapshot_hits", "snapshots_evicted") == [3, 3, 0]
     assert world.device.computed == 30 + 2 + 22 + 1 + 28 + 5 * 1
 
@@ -154,7 +154,7 @@ def test_pages_of_a_prefix_computed_twice_do_not_take_what_others_were_promised(
     ask(world, shared + tokens(1, 12))
     ask(world, shared + tokens(2, 2), tokens(3, 40))  # the tree has 6 pages of the first, and the second has no others
     assert world.scheduler.retractions == 0
-    assert told(world, "snapshots_saved") == [3], "that of the second behind the tree's own page"
+    assert told(world, "snapshots_saved") == [3], "the second prompt's snapshot belongs to the tree's page"
 
 
 def test_pages_of_a_prefix_computed_twice_leave_a_request_room_to_its_end() -> None:

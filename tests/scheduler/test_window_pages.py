@@ -75,6 +75,6 @@ def test_short_prompts_that_outgrow_the_windowed_pages_are_retracted() -> None:
     while world.loop.has_work:
         world.step()
     assert world.scheduler.retractions > 0
-    assert world.scheduler.counts()["pages_evicted"] == 0, "of the others there were enough"
+    assert world.scheduler.counts()["pages_evicted"] == 0, "there were enough full pages"
     assert all(len(answer) == 40 for answer in world.answers.values())
     world.scheduler.check_idle()

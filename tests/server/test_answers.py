@@ -165,7 +165,7 @@ def test_a_client_that_leaves_frees_its_request_before_its_end(server: Server) -
         next(lines)
         wait_until(lambda: server.info()["scheduler-0"]["requests_running"] == 1)
     wait_until(lambda: server.info()["scheduler-0"]["requests_running"] == 0)
-    assert aborted() == before + 1, "it did not end by itself"
+    assert aborted() == before + 1, "the request was aborted, not finished"
 
 
 def test_curl_reads_a_stream(server: Server) -> None:

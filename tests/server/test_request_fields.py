@@ -217,7 +217,7 @@ def test_priority_and_an_abort_while_waiting(
     assert aborted == {"aborted": 1}
     wait_until(lambda: bool(unwanted))
     assert (unwanted[0].status_code, unwanted[0].json()["error"]["code"]) == (499, "request_aborted")
-    assert not running, "it waited, and did not have to wait for its turn to be aborted"
+    assert not running, "a waiting request is aborted before its turn"
     assert CLIENT.post(f"{server.url}/abort", json={"request_id": "running"}).json() == {"aborted": 1}
     wait_until(lambda: bool(sooner))
     assert not later

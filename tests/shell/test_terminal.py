@@ -47,7 +47,7 @@ def run_plain(server: Server, lines: str, *args: str) -> subprocess.CompletedPro
 
 def test_a_conversation_with_commands(shell: Terminal, tmp_path: Path) -> None:
     # A long answer: the few tokens of a short one may all be there at once on a busy machine, and have no rate then.
-    # Its text goes on behind the sum, so only a frame drawn right then would show a space behind the 7.
+    # The text continues after the sum, so a space after the 7 is shown only by a frame drawn at that moment.
     shell.ask("/set ignore_eos true")
     shell.prompt()
     shell.ask("/set max_tokens 400")

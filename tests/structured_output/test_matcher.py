@@ -84,7 +84,7 @@ def test_ignore_eos_takes_ends_away_as_long_as_anything_can_follow(drawer: Drawe
 def test_own_stop_ids_are_allowed_only_where_an_end_is(drawer: Drawer) -> None:
     stop = ids_of(drawer, "c", "b")
     matcher = start(drawer, LETTERS, stop_token_ids=tuple(stop))
-    assert not {"b", "c"} & allowed(drawer, matcher), "neither a foreign token nor one of the grammar"
+    assert not {"b", "c"} & allowed(drawer, matcher), "stop ids are not allowed in the middle of the grammar"
     assert advance(drawer, matcher, "a") is Progress.OPEN
     assert "b" in allowed(drawer, matcher), "behind it the grammar accepts an end"
     assert "c" not in allowed(drawer, matcher)

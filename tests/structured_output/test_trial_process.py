@@ -47,7 +47,7 @@ def test_a_grammar_ends_no_process_but_its_own() -> None:
     assert [outcome.number for outcome in outcomes] == [2, 1]
     assert outcomes[0].check == GrammarCheck()
     assert outcomes[1].check == GrammarCheck("it takes longer than 0.5 s to compile")
-    assert outcomes[1].seconds < 1.5, "of processor time, however busy the machine is"
+    assert outcomes[1].seconds < 1.5, "the limit counts processor time, even on a busy machine"
     # The timer counts ticks, also those in which a virtual machine's host ran others; the seconds do not.
     assert outcomes[1].seconds > 0.25 or gave_up_waiting
     (again,) = outcome_of(trials, Trial(3, LETTERS, 10.0))
@@ -91,7 +91,7 @@ def test_no_grammar_keeps_others_from_being_checked() -> None:
     checks = [validator.check(grammar, "hostile") for grammar in hard[:8]]
     honest = validator.check(LETTERS, "honest")
     honest.result()
-    assert not any(check.is_done for check in checks), "it was done before the first of them"
+    assert not any(check.is_done for check in checks), "the client's grammar was tried before all of the others"
     assert validator.num_waiting == 7
     checks += [validator.check(grammar, f"hostile {number}") for number, grammar in enumerate(hard[8:])]
     validator.validate(Grammar("regex", "[cd]"), "honest")

@@ -223,7 +223,7 @@ def test_stop_string_over_tokens() -> None:
     pieces, stopped = detokenizer.apply(step((1, last), (1, last)))
     assert pieces == [OutputDelta(1, pack_ids([last]), "", "stop", cached_of(1), "lo w")]
     assert stopped == [Stopped(1)]
-    # The scheduler hears of it some steps later: nothing more is said, and the state is freed by the End alone.
+    # The scheduler learns of the stop some steps later: until its End frees the state, no output follows.
     assert detokenizer.apply(step((1, last))) == ([], [])
     assert detokenizer.open_sequences == 1
     assert detokenizer.apply(step((1, last), ended=[End(1, "stop")])) == ([], [])
