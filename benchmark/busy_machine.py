@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 from measuring.arguments import make_parser
 from measuring.report import Cell, table
-from minisgl.core import SamplingParams
 from minisgl.llm import LLM
+from minisgl.sampling_params import SamplingParams
 
 
 @contextmanager

@@ -20,7 +20,6 @@ from measuring.report import table
 from measuring.shapes import SHAPES
 from minisgl.attention.base import AttentionSpec
 from minisgl.attention.page_kernels import PageList, PageUpcaster, flatten_pages, make_flattener
-from minisgl.core import SamplingFlags, SamplingParams
 from minisgl.engine.cuda_sampler import CudaSampler
 from minisgl.engine.sampler import Sampler, TorchSampler
 from minisgl.engine.state import SlotState
@@ -31,6 +30,7 @@ from minisgl.kvcache.layout import KVLayout
 from minisgl.kvcache.pool import KVPool
 from minisgl.quantization.expert_layout import PackedExperts
 from minisgl.quantization.levels import Kind, LevelFormat, Levels
+from minisgl.sampling_params import SamplingFlags, SamplingParams
 
 DEVICE = torch.device("cuda", 0)
 HEAD_DIM = 128  # size of a head in all shapes

@@ -32,9 +32,10 @@ from measuring.statistics import Slo, summarize, summarize_closed_loop
 from measuring.traces import read_trace
 from measuring.workload import fit_context, poisson_arrivals
 from minisgl.config import SchedulerConfig
-from minisgl.core import AnyArray, Batch, Int32Array, PendingStep, SamplingParams, StepResult
+from minisgl.core import AnyArray, Batch, Int32Array, PendingStep, StepResult
 from minisgl.engine.step_costs import measure
 from minisgl.kvcache import make_cache
+from minisgl.sampling_params import SamplingParams
 from minisgl.scheduler.loop import StepLoop
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.step_cost import StepCost

@@ -35,7 +35,7 @@ from measuring.arguments import (
 from measuring.engines import EngineOptions, MinisglEngine
 from measuring.report import table
 from measuring.workload import random_prompts
-from minisgl.core import Grammar, SamplingParams
+from minisgl.sampling_params import Grammar, SamplingParams
 
 RECORD: dict[str, dict[str, Any]] = {
     "name": {"type": "string"},

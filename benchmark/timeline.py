@@ -34,7 +34,7 @@ from measuring.arguments import (
 )
 from measuring.engines import MinisglEngine
 from measuring.report import table
-from minisgl.core import SamplingParams
+from minisgl.sampling_params import SamplingParams
 from minisgl.scheduler.loop import StepLoop
 
 HOST = ("schedule", "launch", "wait", "complete")

@@ -18,7 +18,7 @@ from measuring.shapes import read_vocab_size
 from measuring.workload import OfflineBatch
 from minisgl.config.engine import DEFAULT_PAGE_SIZE, Dtype, KVCacheDtype, ModelImplementation, QuantizationMethod
 from minisgl.config.scheduler import BatchPolicyName, SchedulePolicy
-from minisgl.core import SamplingParams
+from minisgl.sampling_params import SamplingParams
 
 ENGINES = {
     "minisgl": "measuring.engines:MinisglEngine",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from minisgl.core import SamplingParams
     from minisgl.llm import LLM
+    from minisgl.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]
@@ -19,7 +19,7 @@ def __getattr__(name: str) -> Any:
 
         return LLM
     if name == "SamplingParams":
-        from minisgl.core import SamplingParams
+        from minisgl.sampling_params import SamplingParams
 
         return SamplingParams
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,7 +25,6 @@ from minisgl.attention.base import AttentionSpec
 from minisgl.attention.self_test import ROLES, AttentionTest
 from minisgl.config import ConfigError, EngineConfig
 from minisgl.config.settings import add_flags, read_flags
-from minisgl.core import SamplingFlags
 from minisgl.engine.device import resolve_device
 from minisgl.engine.sampler import TorchSampler
 from minisgl.engine.state import SlotState
@@ -39,6 +38,7 @@ from minisgl.quantization.expert_layout import PackedExperts
 from minisgl.quantization.levels import LevelFormat, Levels
 from minisgl.quantization.random_levels import random_levels
 from minisgl.quantization.rounding import INT4_FORMAT, round_to_int4
+from minisgl.sampling_params import SamplingFlags
 from minisgl.tables import Color, colored, table
 
 PACKAGES = {

@@ -1,6 +1,6 @@
 """One declaration per request field, from which its refusals and its entry in the OpenAPI document follow.
 
-A request field is one of `core.SamplingParams` or of a request body (`server.api.bodies`) whose type is
+A request field is one of `SamplingParams` or of a request body (`server.api.bodies`) whose type is
 `Annotated` with a `RequestField`. A body's field without a declaration of its own has that of the sampling parameter of
 its name. This module knows none of them.
 """

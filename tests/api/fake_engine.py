@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 import zmq
 
-from minisgl.core import SamplingParams
 from minisgl.limits import Limits
 from minisgl.message.engine_state import EngineState, InspectState, StateReport, StepRecord
 from minisgl.message.socket import Addresses, Inbox, Outbox
@@ -66,6 +65,7 @@ from minisgl.message.types import (
     pack_ids,
     unpack_ids,
 )
+from minisgl.sampling_params import SamplingParams
 
 LIMITS = Limits(max_seq_len=4096, vocab_size=1000)
 DEFAULT_TOKENS = 8

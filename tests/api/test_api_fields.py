@@ -11,9 +11,9 @@ import pytest
 from api_harness import MODEL, RunningServer
 
 from minisgl.config import SamplingDefaults
-from minisgl.core import Grammar, SamplingParams
 from minisgl.message.to_tokenizer import Generate, IdsPrompt, TextPrompt
 from minisgl.message.types import TextOptions, pack_ids
+from minisgl.sampling_params import Grammar, SamplingParams
 
 ROUTES = ["/v1/chat/completions", "/v1/completions", "/generate"]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

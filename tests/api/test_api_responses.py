@@ -13,10 +13,10 @@ import pytest
 from api_harness import MODEL, RunningServer
 from pydantic import BaseModel
 
-from minisgl.core import SamplingParams
 from minisgl.message.to_api import OutputDelta, OutputDeltas
 from minisgl.message.to_tokenizer import ChatPrompt, Generate
 from minisgl.message.types import Abort, TextOptions, pack_ids
+from minisgl.sampling_params import SamplingParams
 from minisgl.server.api.requests.open_request import Job
 from minisgl.server.api.responses.job import truncate_to_fit
 

@@ -11,9 +11,9 @@ from api_harness import RunningServer
 from api_sse import parse_events
 from fake_engine import answer
 
-from minisgl.core import Grammar
 from minisgl.message.to_tokenizer import Generate, IdsPrompt, TextPrompt
 from minisgl.message.types import pack_ids
+from minisgl.sampling_params import Grammar
 
 
 def generate(server: RunningServer, **body: Any) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 import pytest
 
-from minisgl.core import SamplingParams
 from minisgl.message.to_api import Accepted, OutputDelta, OutputDeltas, Refused
 from minisgl.message.to_tokenizer import Generate, TextPrompt, ToTokenizer
 from minisgl.message.types import Abort, ProcessCounts, Report, StatsRequest, TextOptions, pack_ids
+from minisgl.sampling_params import SamplingParams
 from minisgl.seeds import choice_seed
 from minisgl.server.api.http.errors import ApiError
 from minisgl.server.api.requests.engine_client import MAX_OPTION_BYTES, PROMPTS_A_TURN, EngineClient

@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl.core import NewRow, SamplingFlags, SamplingParams
+from minisgl.core import NewRow
 from minisgl.engine.logits_processing import AVOIDED, EXCLUDED, process_logits, unpack_bits
 from minisgl.engine.sampler import TorchSampler
 from minisgl.engine.state import SlotState
+from minisgl.sampling_params import SamplingFlags, SamplingParams
 
 VOCAB = 70  # not a multiple of 32
 MAX_LEN = 24

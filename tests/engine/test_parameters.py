@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from minisgl.core import InvalidRequest, SamplingParams, resolve_max_tokens
 from minisgl.limits import Limits
+from minisgl.sampling_params import InvalidRequest, SamplingParams, resolve_max_tokens
 
 LIMITS = Limits(max_seq_len=100, vocab_size=50)
 NAN, INF = math.nan, math.inf

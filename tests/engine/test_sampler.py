@@ -9,9 +9,9 @@ import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from exact.oracle import reference_uniform
-from minisgl.core import SamplingFlags
 from minisgl.engine.sampler import TorchSampler, filter_threshold, uniform
 from minisgl.engine.state import SlotState
+from minisgl.sampling_params import SamplingFlags
 
 VOCAB = 300
 DRAWN = SamplingFlags.SAMPLED | SamplingFlags.FILTERED

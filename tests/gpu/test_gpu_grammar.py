@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from minisgl.core import Grammar, SamplingParams
 from minisgl.llm import LLM
+from minisgl.sampling_params import Grammar, SamplingParams
 
 pytestmark = pytest.mark.gpu
 

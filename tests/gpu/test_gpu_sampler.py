@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.core import NewRow, SamplingFlags, SamplingParams
+from minisgl.core import NewRow
 from minisgl.engine.logits_processing import process_logits
 from minisgl.engine.sampler import Sampler, TorchSampler, filter_threshold, uniform
 from minisgl.engine.state import SlotState
+from minisgl.sampling_params import SamplingFlags, SamplingParams
 
 if TYPE_CHECKING:
     from minisgl.engine.cuda_sampler import CudaSampler

@@ -15,9 +15,9 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from minisgl import LLM, SamplingParams
-from minisgl.core import Grammar
 from minisgl.distributed.nccl import NcclTP
 from minisgl.kernel.base import Norm
+from minisgl.sampling_params import Grammar
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,7 +15,6 @@ import torch
 
 import minisgl
 from minisgl.attention.base import AttentionInputs, AttentionSpec, ExpandingPlan
-from minisgl.core import SamplingFlags
 from minisgl.distributed import TPGroup
 from minisgl.engine.queue import token_copier
 from minisgl.engine.state import SlotState
@@ -42,6 +41,7 @@ from minisgl.layers.norm import RMSNorm
 from minisgl.quantization.expert_layout import PackedExperts
 from minisgl.quantization.levels import LevelFormat, Levels
 from minisgl.quantization.rounding import INT4_FORMAT
+from minisgl.sampling_params import SamplingFlags
 from support.delta_net import make_layer, projection
 
 CSRC = Path(minisgl.__file__).parent / "csrc"

@@ -18,10 +18,11 @@ import pytest
 import torch
 
 from minisgl.config import ConfigError
-from minisgl.core import Grammar, InvalidRequest, PendingStep, StepResult
+from minisgl.core import PendingStep, StepResult
 from minisgl.llm import LLM, SamplingParams, rank_processes
 from minisgl.models.hub import demo_folder
 from minisgl.process.child import Child, start_worker
+from minisgl.sampling_params import Grammar, InvalidRequest
 from support.server import PATIENCE, is_alive
 
 QUESTION = [{"role": "user", "content": "What is Minisgl?"}]

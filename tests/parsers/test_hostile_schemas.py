@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from parsing import run
 
-from minisgl.core import MAX_GRAMMAR_CHARS, InvalidRequest
 from minisgl.parsers.plain_values import ALL_TYPES, MAX_ALTERNATIVES, Allowance, is_exact, texts_of, types_of
 from minisgl.parsers.pythonic import MAX_CODE_CHARS, PythonicParser
 from minisgl.parsers.qwen_coder import QwenCoderParser
+from minisgl.sampling_params import MAX_GRAMMAR_CHARS, InvalidRequest
 from minisgl.structured_output.tool_grammar import FORMS, calls_grammar, check_strict, free_grammar
 
 BY_PARAMETER = ("pythonic", "qwen3_coder")

@@ -11,8 +11,9 @@ import pytest
 from pooling_models import Reference, save, save_embedder, texts, unit
 
 from minisgl import LLM
-from minisgl.core import DeviceOutOfMemory, InvalidRequest, SamplingParams
+from minisgl.core import DeviceOutOfMemory
 from minisgl.models.hub import demo_folder
+from minisgl.sampling_params import InvalidRequest, SamplingParams
 
 TOLERANCE = 1e-5
 TIGHT: dict[str, Any] = {"max_extend_tokens": 24, "page_size": 4, "max_running_req": 4}  # prompts are cut into chunks

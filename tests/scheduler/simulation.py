@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from minisgl.config import SchedulerConfig
-from minisgl.core import Batch, DeviceOutOfMemory, Int32Array, Logprobs, SamplingParams, StepResult
+from minisgl.core import Batch, DeviceOutOfMemory, Int32Array, Logprobs, StepResult
 from minisgl.kvcache import make_cache
 from minisgl.kvcache.snapshots import SnapshotStore
 from minisgl.kvcache.window import WindowGroup, WindowPool, usual_ratio, windowed_pages
 from minisgl.message.types import LogprobRows, PositionLogprobs, unpack_ids
+from minisgl.sampling_params import SamplingParams
 from minisgl.scheduler.loop import StepLoop
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.token_scores import pack_logprobs

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from minisgl.config import SchedulerConfig
-from minisgl.core import Batch, Int32Array, SamplingParams, StepResult
+from minisgl.core import Batch, Int32Array, StepResult
 from minisgl.kvcache import make_cache
+from minisgl.sampling_params import SamplingParams
 from minisgl.scheduler.batch_policy import (
     LANE,
     SLACK,

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from minisgl.core import Grammar, SamplingParams
+from minisgl.sampling_params import Grammar, SamplingParams
 from scheduler.simulation import ALWAYS_IN_TURNS, SimulatedMatcher, World, expected_answer, random_prompt
 
 

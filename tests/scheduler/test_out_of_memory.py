@@ -7,7 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from minisgl.core import Batch, DeviceOutOfMemory, SamplingParams
+from minisgl.core import Batch, DeviceOutOfMemory
+from minisgl.sampling_params import SamplingParams
 from minisgl.scheduler.loop import StepLoop
 from minisgl.scheduler.step_limits import SMALL_STEP, STEPS_TO_RECOVER, StepLimits
 from scheduler.simulation import ALWAYS_IN_TURNS, EOS, World, expected_answer, random_prompt

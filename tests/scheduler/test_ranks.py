@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import zmq
 
-from minisgl.core import Batch, Int32Array, NewRow, SamplingFlags, SamplingParams, ScoredTokens
+from minisgl.core import Batch, Int32Array, NewRow, ScoredTokens
 from minisgl.message.socket import Addresses, Inbox, Outbox
 from minisgl.message.to_scheduler import Bitmask, ToRank
+from minisgl.sampling_params import SamplingFlags, SamplingParams
 from minisgl.scheduler.loop import StepCounts
 from minisgl.scheduler.ranks import MAX_IN_FLIGHT, follow
 

@@ -10,8 +10,9 @@ import sys
 import numpy as np
 import pytest
 
-from minisgl.core import Batch, SamplingParams
+from minisgl.core import Batch
 from minisgl.message.types import TextOptions
+from minisgl.sampling_params import SamplingParams
 from minisgl.scheduler.request import Request
 from minisgl.scheduler.waiting_queue import MAX_PASSED, PATIENCE, WaitingQueue
 from scheduler.simulation import ALWAYS_IN_TURNS, EOS, World, expected_answer, random_prompt

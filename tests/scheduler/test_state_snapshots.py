@@ -7,7 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from minisgl.core import Batch, SamplingParams
+from minisgl.core import Batch
+from minisgl.sampling_params import SamplingParams
 from scheduler.simulation import World, expected_answer
 
 ANSWER = {"max_tokens": 2, "ignore_eos": True}

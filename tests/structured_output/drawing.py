@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from minisgl.core import Grammar, Int32Array, SamplingParams
+from minisgl.core import Int32Array
+from minisgl.sampling_params import Grammar, SamplingParams
 from minisgl.structured_output.matcher import GrammarMatcher, GrammarMatchers
 from minisgl.structured_output.protocol import Progress
 

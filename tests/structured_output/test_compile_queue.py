@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from minisgl.core import MAX_GRAMMAR_CHARS, Grammar
+from minisgl.sampling_params import MAX_GRAMMAR_CHARS, Grammar
 from minisgl.structured_output.compile_queue import (
     CHEAP,
     ENTRY_CHARS,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
-from minisgl.core import Grammar, SamplingParams
+from minisgl.sampling_params import Grammar, SamplingParams
 from minisgl.structured_output.ebnf import EbnfError, ebnf_to_lark
 from minisgl.structured_output.translate import to_llguidance
 from minisgl.structured_output.trial_process import byte_vocabulary

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl.core import Grammar, InvalidRequest, SamplingParams
 from minisgl.llm import LLM
 from minisgl.llm.llm import Completion
 from minisgl.models.hub import demo_folder
+from minisgl.sampling_params import Grammar, InvalidRequest, SamplingParams
 from models.tiny import make_model
 from structured_output.schemas import own_schemas
 from structured_output.test_json_schema import check, grammar_of

@@ -9,11 +9,11 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
-from minisgl.core import Grammar
 from minisgl.message.to_tokenizer import ChatPrompt
 from minisgl.models.hub import demo_folder
 from minisgl.parsers.harmony import HARMONY, HarmonyParser
 from minisgl.parsers.reasoning import REASONING_FORMATS
+from minisgl.sampling_params import Grammar
 from minisgl.structured_output.tool_grammar import calls_grammar, either, free_grammar
 from minisgl.structured_output.translate import complete_template, named_tokens, to_llguidance
 from minisgl.structured_output.validator import GrammarValidator

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher
 
-from minisgl.core import Grammar, InvalidRequest
+from minisgl.sampling_params import Grammar, InvalidRequest
 from minisgl.structured_output.grammar_template import with_closed_schemas
 from minisgl.structured_output.translate import to_llguidance
 from minisgl.structured_output.trial_process import byte_vocabulary

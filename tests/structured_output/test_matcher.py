@@ -9,7 +9,8 @@ import pytest
 from llguidance import LLParserLimits
 from tokenizers import Tokenizer, models
 
-from minisgl.core import Grammar, Int32Array, InvalidRequest, SamplingParams
+from minisgl.core import Int32Array
+from minisgl.sampling_params import Grammar, InvalidRequest, SamplingParams
 from minisgl.structured_output import matcher as matcher_module
 from minisgl.structured_output.matcher import MAX_AUTOMATA, GrammarMatcher, GrammarMatchers
 from minisgl.structured_output.protocol import Progress

@@ -13,13 +13,13 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
-from minisgl.core import Grammar, InvalidRequest, SamplingParams
 from minisgl.limits import Limits
 from minisgl.message.to_tokenizer import ChatPrompt, TextPrompt
 from minisgl.models.hub import demo_folder
 from minisgl.parsers.parser_choice import TOOL_CALL_PARSERS
 from minisgl.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
 from minisgl.parsers.streaming import CallArguments, CallStart, Content
+from minisgl.sampling_params import Grammar, InvalidRequest, SamplingParams
 from minisgl.structured_output.grammar_template import with_closed_schemas
 from minisgl.structured_output.tool_grammar import calls_grammar, check_strict, either, free_grammar, schemas_to_enforce
 from minisgl.structured_output.translate import complete_template, field_of, named_tokens, to_llguidance

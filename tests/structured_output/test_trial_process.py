@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import minisgl
-from minisgl.core import MAX_GRAMMAR_CHARS, Grammar, InvalidRequest
+from minisgl.sampling_params import MAX_GRAMMAR_CHARS, Grammar, InvalidRequest
 from minisgl.structured_output.translate import ebnf_as_lark
 from minisgl.structured_output.trial_process import WAIT_FACTOR
 from minisgl.structured_output.trials import GrammarCheck, Outcome, Trial, TrialProcess

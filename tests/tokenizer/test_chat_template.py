@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 
 import minisgl.tokenizer.template_sandbox as template_sandbox
 from minisgl.config import ConfigError, EngineConfig, ServerConfig, SourceConfig
-from minisgl.core import InvalidRequest
 from minisgl.models.hub import demo_folder
+from minisgl.sampling_params import InvalidRequest
 from minisgl.tokenizer.chat_template import ChatTemplates
 from minisgl.tokenizer.folder import model_parsers
 from minisgl.tokenizer.text import TextTokenizer

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from minisgl.core import InvalidRequest
 from minisgl.limits import Limits
 from minisgl.message.to_tokenizer import PairPrompt
+from minisgl.sampling_params import InvalidRequest
 from minisgl.tokenizer.pairs import encode_pair
 from minisgl.tokenizer.text import TextTokenizer
 from support.tiny_tokenizer import save_byte_tokenizer

@@ -7,8 +7,8 @@ import time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl.core import MAX_STOP_STRING_CHARS
 from minisgl.limits import MAX_STOP_STRINGS
+from minisgl.sampling_params import MAX_STOP_STRING_CHARS
 from minisgl.tokenizer.detokenizer import StopMatcher
 
 STOPS = st.lists(st.text("ab\n", min_size=1, max_size=5), min_size=1, max_size=4).map(tuple)

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 import minisgl
 from minisgl.config import ConfigError
-from minisgl.core import InvalidRequest
+from minisgl.sampling_params import InvalidRequest
 from minisgl.structured_output.matcher import model_vocabulary
 from minisgl.tokenizer.files import load_decoder, load_tokenizer
 from minisgl.tokenizer.text import TextTokenizer

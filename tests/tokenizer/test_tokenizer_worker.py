@@ -21,7 +21,6 @@ from tokenizers import AddedToken
 
 import minisgl
 from minisgl.config import EngineConfig, ServerConfig
-from minisgl.core import Grammar, SamplingParams
 from minisgl.limits import Limits
 from minisgl.message import control, to_detokenizer, to_tokenizer
 from minisgl.message.control import ControlPipe, ToSupervisor
@@ -52,6 +51,7 @@ from minisgl.message.types import (
     pack_ids,
     unpack_ids,
 )
+from minisgl.sampling_params import Grammar, SamplingParams
 from minisgl.structured_output.validator import GrammarValidator
 from minisgl.tokenizer import admission
 from minisgl.tokenizer.admission import resolve_bad_words

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from exact.oracle import LOGIT_MARGIN
 from minisgl import LLM, SamplingParams
-from minisgl.core import Grammar
+from minisgl.sampling_params import Grammar
 
 pytestmark = pytest.mark.weights
 

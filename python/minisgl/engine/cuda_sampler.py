@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minisgl.core import MAX_BAD_WORD_TOKENS, SamplingFlags
 from minisgl.distributed import TPGroup
 from minisgl.engine.sampler import TorchSampler
 from minisgl.engine.state import SlotState
 from minisgl.kernel.compile import Compiler
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec
+from minisgl.sampling_params import MAX_BAD_WORD_TOKENS, SamplingFlags
 
 # Constants of sample.cu.
 _GROUP = 512  # logits in a group

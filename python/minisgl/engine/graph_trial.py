@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.core import Batch, SamplingFlags, pages_for
+from minisgl.core import Batch, pages_for
 from minisgl.distributed import TPGroup
 from minisgl.engine.forward import StepRunner, step_inputs, views_like
 from minisgl.engine.graph_sizes import GraphSizes
 from minisgl.engine.graphs import DecodeGraphs, GraphMemory, PrefillGraphs
 from minisgl.engine.parts import RunnerParts
+from minisgl.sampling_params import SamplingFlags
 from minisgl.uploads import upload
 
 logger = logging.getLogger(__name__)

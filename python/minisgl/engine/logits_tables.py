@@ -9,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minisgl.core import MAX_BAD_WORD_TOKENS, NewRow
+from minisgl.core import NewRow
+from minisgl.sampling_params import MAX_BAD_WORD_TOKENS
 from minisgl.uploads import upload
 
 NO_ID = -1  # fills the rest of the tables' rows

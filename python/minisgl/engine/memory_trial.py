@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from minisgl.config import ConfigError
-from minisgl.core import Batch, Int32Array, SamplingFlags, ScoredTokens, StepResult
+from minisgl.core import Batch, Int32Array, ScoredTokens, StepResult
 from minisgl.engine.device import GIB
 from minisgl.engine.forward import StepRunner
 from minisgl.engine.graph_sizes import GraphSizes
@@ -21,6 +21,7 @@ from minisgl.engine.graphs import Graphs
 from minisgl.engine.memory import Needs
 from minisgl.engine.parts import RunnerParts
 from minisgl.limits import MAX_LOGPROBS
+from minisgl.sampling_params import SamplingFlags
 
 
 def largest_step(num_slots: int, max_seq_len: int, max_tokens: int) -> Batch:

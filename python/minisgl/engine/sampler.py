@@ -20,9 +20,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from minisgl.core import Logprobs, SamplingFlags
+from minisgl.core import Logprobs
 from minisgl.engine.logits_processing import mask_logits, process_logits
 from minisgl.engine.state import SlotState
+from minisgl.sampling_params import SamplingFlags
 
 
 def _signed(value: int) -> int:

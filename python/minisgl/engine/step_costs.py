@@ -12,7 +12,8 @@ from dataclasses import replace
 import numpy as np
 
 from minisgl.attention.base import AttentionSpec
-from minisgl.core import Batch, Int32Array, NewRow, SamplingParams
+from minisgl.core import Batch, Int32Array, NewRow
+from minisgl.sampling_params import SamplingParams
 from minisgl.step_cost import StepCost
 
 SMALL_CHUNK, LARGE_CHUNK = 256, 2048  # tokens between which a prompt's seconds are a line

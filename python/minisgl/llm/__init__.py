@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minisgl.core import SamplingParams
 from minisgl.llm.llm import LLM
+from minisgl.sampling_params import SamplingParams
 
 __all__ = ["LLM", "SamplingParams"]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import NotRequired, TypedDict
 
-from minisgl.core import FinishReason, SamplingParams
+from minisgl.core import FinishReason
 from minisgl.message.to_api import OutputDelta
 from minisgl.message.types import PositionLogprobs, unpack_ids
+from minisgl.sampling_params import SamplingParams
 
 
 class Completion(TypedDict):

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from minisgl.config import SamplingDefaults, ServerConfig
-from minisgl.core import Int32Array, InvalidRequest, SamplingParams, room_for_output
+from minisgl.core import Int32Array
 from minisgl.engine.device import join_ranks
 from minisgl.engine.engine import Engine
 from minisgl.llm.completion import Answer
@@ -35,6 +35,7 @@ from minisgl.models.hub import find_model
 from minisgl.pooling.pooling_config import NO_TEXT, NO_VECTORS, PoolingConfig
 from minisgl.pooling.vectors import Float32Array, activated, check_dimensions, cosine, embedding
 from minisgl.progress import progress_bar
+from minisgl.sampling_params import InvalidRequest, SamplingParams, room_for_output
 from minisgl.scheduler.assembly import make_loop, reuses_prefixes
 from minisgl.seeds import choice_seed, random_seed
 from minisgl.structured_output.matcher import GrammarMatchers

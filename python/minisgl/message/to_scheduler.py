@@ -6,9 +6,10 @@ from typing import TypeAlias
 
 import msgspec
 
-from minisgl.core import Batch, Int32Array, SamplingParams
+from minisgl.core import Batch, Int32Array
 from minisgl.message.engine_state import InspectState
 from minisgl.message.types import Abort, FlushCache, PackedIds, StatsRequest, TextOptions
+from minisgl.sampling_params import SamplingParams
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):

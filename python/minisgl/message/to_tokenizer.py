@@ -6,9 +6,9 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from minisgl.core import SamplingParams
 from minisgl.message.engine_state import InspectState
 from minisgl.message.types import Abort, FlushCache, PackedIds, StatsRequest, TextOptions
+from minisgl.sampling_params import SamplingParams
 
 
 class TextPrompt(msgspec.Struct, frozen=True, tag=True):

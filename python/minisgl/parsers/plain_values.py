@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from minisgl.core import InvalidRequest
+from minisgl.sampling_params import InvalidRequest
 
 Schema = Mapping[str, Any]
 

@@ -17,10 +17,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 
-from minisgl.core import InvalidRequest
 from minisgl.parsers.plain_values import ALL_TYPES, Allowance, typed, types_of
 from minisgl.parsers.streaming import Event, find_first, possible_start
 from minisgl.parsers.tool_calls import ToolCallParser, Tools
+from minisgl.sampling_params import InvalidRequest
 
 MAX_TAG = 1024  # characters
 

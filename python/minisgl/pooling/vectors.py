@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.core import InvalidRequest
 from minisgl.pooling.pooling_config import Activation, PoolingConfig
+from minisgl.sampling_params import InvalidRequest
 
 Float32Array = NDArray[np.float32]
 

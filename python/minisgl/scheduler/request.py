@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Literal
 
-from minisgl.core import AnyArray, Int32Array, Logprobs, SamplingParams
+from minisgl.core import AnyArray, Int32Array, Logprobs
 from minisgl.kvcache.base import CacheHandle
 from minisgl.message.engine_state import SequenceState
 from minisgl.message.types import TextOptions
+from minisgl.sampling_params import SamplingParams
 from minisgl.structured_output.protocol import Matcher
 
 

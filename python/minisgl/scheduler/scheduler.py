@@ -14,22 +14,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from minisgl.config import SchedulerConfig
-from minisgl.core import (
-    AnyArray,
-    Batch,
-    CacheNode,
-    FinishReason,
-    Int32Array,
-    NewRow,
-    SamplingParams,
-    StepResult,
-)
+from minisgl.core import AnyArray, Batch, CacheNode, FinishReason, Int32Array, NewRow, StepResult
 from minisgl.kvcache.base import CacheHandle, CacheManager
 from minisgl.kvcache.snapshots import SnapshotStore
 from minisgl.kvcache.window import WindowPool
 from minisgl.message.engine_state import SequenceState
 from minisgl.message.to_detokenizer import StepOutput
 from minisgl.message.types import TextOptions
+from minisgl.sampling_params import SamplingParams
 from minisgl.scheduler.batch_policy import Chunks, longest_first, make_batch_policy
 from minisgl.scheduler.lifecycle import RequestLifecycle
 from minisgl.scheduler.request import Request, RequestState

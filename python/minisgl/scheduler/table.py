@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from minisgl.core import BoolArray, IndexArray, Int32Array, SamplingFlags, pages_for
+from minisgl.core import BoolArray, IndexArray, Int32Array, pages_for
+from minisgl.sampling_params import SamplingFlags
 from minisgl.scheduler.request import Request
 
 NEVER = np.iinfo(np.int32).max  # position that no request reaches

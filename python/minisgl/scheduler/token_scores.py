@@ -6,19 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minisgl.core import (
-    AnyArray,
-    Batch,
-    BoolArray,
-    IndexArray,
-    Int32Array,
-    Logprobs,
-    SamplingFlags,
-    ScoredTokens,
-    StepResult,
-)
+from minisgl.core import AnyArray, Batch, BoolArray, IndexArray, Int32Array, Logprobs, ScoredTokens, StepResult
 from minisgl.message.to_detokenizer import StepOutput
 from minisgl.message.types import LogprobRows, pack_ids
+from minisgl.sampling_params import SamplingFlags
 from minisgl.scheduler.request import Request
 from minisgl.scheduler.table import SlotTable
 

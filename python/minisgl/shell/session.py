@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from minisgl.core import InvalidRequest, SamplingParams
 from minisgl.limits import UNLIMITED
+from minisgl.sampling_params import InvalidRequest, SamplingParams
 from minisgl.shell.chat_client import ChatClient, ChatError
 
 Message = dict[str, str]

@@ -1,6 +1,6 @@
 """Structured output: grammars that an answer must follow, with llguidance.
 
-A `core.Grammar` passes through these modules in order:
+A `sampling_params.Grammar` passes through these modules in order:
 
 - `response_format` (API process) makes a Grammar of a request's fields; `tool_grammar` makes one that demands tool
   calls in the model's own form, as a `grammar_template`.

@@ -13,7 +13,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from minisgl.core import Grammar
+from minisgl.sampling_params import Grammar
 
 OLDEST_TURNS = 8
 CHEAP = 16_384  # `estimated_cost` of a grammar that takes some 50 ms

@@ -4,7 +4,7 @@ Only the server writes templates, never a client. `translate.complete_template` 
 
     %marker "..."                 marker: the token with that text, or the text if the model has no such token
     %until name "..."             rule for TEXT up to a marker, with the marker
-    %grammar name [kind, text]    rule for the language of a `core.Grammar`, which may be a template itself
+    %grammar name [kind, text]    rule for the language of a `Grammar`, which may be a template itself
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import json
 import re
 from collections.abc import Container
 
-from minisgl.core import Grammar
 from minisgl.parsers.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
 from minisgl.parsers.reasoning import ReasoningFormat
+from minisgl.sampling_params import Grammar
 
 ANY_TEXT = "/(?s:.*)/"
 

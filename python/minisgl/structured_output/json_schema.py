@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NoReturn, TypeAlias
 
-from minisgl.core import InvalidRequest
+from minisgl.sampling_params import InvalidRequest
 
 Json: TypeAlias = dict[str, Any] | list[Any] | str | int | float | bool | None
 

@@ -22,7 +22,8 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
-from minisgl.core import Grammar, Int32Array, SamplingParams
+from minisgl.core import Int32Array
+from minisgl.sampling_params import Grammar, SamplingParams
 from minisgl.structured_output.protocol import Matcher, Progress
 from minisgl.structured_output.translate import (
     PARSER_LIMITS,

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Protocol
 
-from minisgl.core import Int32Array, SamplingParams
+from minisgl.core import Int32Array
+from minisgl.sampling_params import SamplingParams
 
 
 class Progress(Enum):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from msgspec.json import encode
 from pydantic import BaseModel, ConfigDict, Field
 
-from minisgl.core import Grammar, InvalidRequest
+from minisgl.sampling_params import Grammar, InvalidRequest
 
 Schema = dict[str, Any] | bool | str  # JSON Schema, or its JSON text
 

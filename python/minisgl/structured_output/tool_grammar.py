@@ -15,13 +15,13 @@ from urllib.parse import unquote
 
 import msgspec
 
-from minisgl.core import MAX_GRAMMAR_CHARS, Grammar, InvalidRequest
 from minisgl.parsers.harmony import CONSTRAIN, HARMONY, MESSAGE, HarmonyParser
 from minisgl.parsers.json_forms import HermesParser, LlamaJsonParser, MistralParser
 from minisgl.parsers.plain_values import SAYS_NOTHING, Allowance, is_exact, texts_of, types_of
 from minisgl.parsers.pythonic import PythonicParser
 from minisgl.parsers.qwen_coder import QwenCoderParser
 from minisgl.parsers.tool_calls import ToolCallParser, Tools
+from minisgl.sampling_params import MAX_GRAMMAR_CHARS, Grammar, InvalidRequest
 from minisgl.structured_output.grammar_template import (
     ANY_TEXT,
     final_message,

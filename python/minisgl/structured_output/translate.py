@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from llguidance import LLMatcher, LLParserLimits
 
-from minisgl.core import Grammar, InvalidRequest
+from minisgl.sampling_params import Grammar, InvalidRequest
 from minisgl.structured_output.ebnf import EbnfError, ebnf_to_lark
 from minisgl.structured_output.grammar_template import DIRECTIVE, text_literal
 from minisgl.structured_output.json_schema import prepared_schema

@@ -28,8 +28,8 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from msgspec.json import decode, encode
 
-from minisgl.core import Grammar, InvalidRequest
 from minisgl.process.child import leave_signals_to_parent
+from minisgl.sampling_params import Grammar, InvalidRequest
 from minisgl.structured_output.translate import (
     PARSER_LIMITS,
     STACK_BYTES,

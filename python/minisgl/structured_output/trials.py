@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import msgspec
 from msgspec.json import decode, encode
 
-from minisgl.core import Grammar
 from minisgl.process.child import start_module
+from minisgl.sampling_params import Grammar
 
 MAX_BYTES = 2 * 2**30  # memory that the trial of one grammar may use
 CHUNK = 65_536  # bytes read from a pipe at a time

@@ -12,9 +12,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from minisgl.core import Grammar, InvalidRequest
 from minisgl.message.to_tokenizer import ChatPrompt, Prompt
 from minisgl.parsers.reasoning import Place, ReasoningFormat, start_of_answer
+from minisgl.sampling_params import Grammar, InvalidRequest
 from minisgl.structured_output.compile_queue import CompileQueue, estimated_cost
 from minisgl.structured_output.grammar_template import after_analysis, after_reasoning, with_closed_schemas
 from minisgl.structured_output.translate import field_of

@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 
 from minisgl.config import ConfigError
-from minisgl.core import InvalidRequest
+from minisgl.sampling_params import InvalidRequest
 from minisgl.tokenizer.harmony_messages import harmony_kwargs, harmony_messages, is_harmony
 from minisgl.tokenizer.template_sandbox import Refusal, TemplateSandbox
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import msgspec
 
-from minisgl.core import Int32Array, InvalidRequest
+from minisgl.core import Int32Array
 from minisgl.limits import Limits
 from minisgl.message.to_tokenizer import PairPrompt
+from minisgl.sampling_params import InvalidRequest
 from minisgl.tokenizer.incremental import REPLACEMENT
 from minisgl.tokenizer.text import TextTokenizer
 

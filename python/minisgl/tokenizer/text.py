@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from minisgl.core import CONTEXT_LENGTH_EXCEEDED, Int32Array, InvalidRequest
+from minisgl.core import Int32Array
 from minisgl.limits import Limits
+from minisgl.sampling_params import CONTEXT_LENGTH_EXCEEDED, InvalidRequest
 from minisgl.tokenizer.chat_template import ChatTemplates
 from minisgl.tokenizer.decoder_choice import make_decoder
 from minisgl.tokenizer.files import load_tokenizer

@@ -13,7 +13,6 @@ from typing import Any
 
 import zmq
 
-from minisgl.core import InvalidRequest
 from minisgl.limits import Limits
 from minisgl.message.engine_state import InspectState
 from minisgl.message.socket import Inbox, Outbox, Sender
@@ -22,6 +21,7 @@ from minisgl.message.to_scheduler import ToScheduler
 from minisgl.message.to_tokenizer import Decode, Describe, Encode, Generate, ToTokenizer
 from minisgl.message.types import Abort, FlushCache, ProcessCounts, StatsRequest, pack_ids, unpack_ids
 from minisgl.process.worker import Worker
+from minisgl.sampling_params import InvalidRequest
 from minisgl.structured_output.translate import named_tokens
 from minisgl.structured_output.validator import GrammarValidator
 from minisgl.tokenizer.admission import Admission, admit, check_vocabulary, prompt_field, prompt_text

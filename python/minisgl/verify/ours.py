@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from minisgl.config import ConfigError, EngineConfig, SchedulerConfig
 from minisgl.context import ForwardContext
-from minisgl.core import Batch, SamplingParams
+from minisgl.core import Batch
 from minisgl.distributed import SingleRank
 from minisgl.engine.engine import Engine
 from minisgl.engine.forward import ForwardOutput, step_inputs
@@ -25,6 +25,7 @@ from minisgl.message.types import unpack_ids
 from minisgl.models.config.model_config import ModelConfig
 from minisgl.models.decoder import DecoderModel
 from minisgl.models.decoder_layer import States
+from minisgl.sampling_params import SamplingParams
 from minisgl.scheduler.assembly import make_loop, reuses_prefixes
 from minisgl.verify.compare import Run, common_length, compare_rows
 from minisgl.verify.oracle import TRACED, Answers, Expected, Float32Array

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 
 from minisgl.config import ConfigError, SamplingDefaults
-from minisgl.core import InvalidRequest, SamplingParams
 from minisgl.limits import MAX_OPENAI_TEMPERATURE, UNLIMITED
+from minisgl.sampling_params import InvalidRequest, SamplingParams
 
 logger = logging.getLogger(__name__)
 

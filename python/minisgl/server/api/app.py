@@ -14,9 +14,9 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from minisgl.config import ServerConfig
-from minisgl.core import InvalidRequest
 from minisgl.limits import Limits
 from minisgl.parsers.parser_choice import Parsers
+from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.http.drain import Drain, DrainGate
 from minisgl.server.api.http.errors import ApiError, invalid_request
 from minisgl.server.api.http.gates import Gate, browser_check, key_check

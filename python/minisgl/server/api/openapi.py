@@ -14,9 +14,9 @@ from pydantic.json_schema import models_json_schema
 
 from minisgl import __version__
 from minisgl.config import ServerConfig
-from minisgl.core import SamplingParams
 from minisgl.limits import Limits
 from minisgl.request_fields import RequestField, request_fields
+from minisgl.sampling_params import SamplingParams
 from minisgl.server.api.bodies.request_body import Body, RequestBody
 from minisgl.server.api.http.gates import CONTROL_ROUTES, OPEN_ROUTES
 from minisgl.server.api.routes.endpoint import Endpoint, Json

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from minisgl.core import Grammar, InvalidRequest
 from minisgl.limits import Limits
 from minisgl.parsers.parser_choice import NONE, AnswerParser, Parsers
+from minisgl.sampling_params import Grammar, InvalidRequest
 from minisgl.server.api.answers.chat_writer import ChatOptions
 from minisgl.server.api.bodies.conversation import Message, template_messages
 from minisgl.server.api.bodies.request_body import GRAMMAR_FIELDS

@@ -13,9 +13,10 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.json import encode
 
-from minisgl.core import FinishReason, InvalidRequest
+from minisgl.core import FinishReason
 from minisgl.limits import Limits
 from minisgl.message.types import unpack_ids
+from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.answers.answer import Usage, Writer, server_sent_event, usage_of
 from minisgl.server.api.answers.logprob_forms import (
     PromptLogprobs,

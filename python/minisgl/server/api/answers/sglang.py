@@ -11,9 +11,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.json import encode
 
-from minisgl.core import InvalidRequest
 from minisgl.limits import Limits
 from minisgl.message.types import PositionLogprobs, TokenLogprob, unpack_ids
+from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.answers.answer import Usage, Writer, server_sent_event
 from minisgl.server.api.answers.completions import generate_job
 from minisgl.server.api.answers.logprob_forms import token_text, value

@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from minisgl.core import SamplingParams
 from minisgl.request_fields import RequestField, request_fields
+from minisgl.sampling_params import SamplingParams
 from minisgl.server.api.bodies.request_body import EMPTY, STRING, Body, CacheSalt, Priority, RequestId, any_of
 from minisgl.server.api.bodies.route_bodies import MAX_MESSAGES, Temperature, TemplateKwargs
 from minisgl.structured_output.response_format import Options

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from minisgl.core import InvalidRequest
 from minisgl.limits import Limits
+from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.anthropic.bodies import ConversationBody, MessagesBody, OutputFormat
 from minisgl.server.api.bodies.conversation import Message, member, optional_member
 from minisgl.server.api.bodies.read_body import validate

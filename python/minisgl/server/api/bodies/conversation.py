@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from minisgl.core import InvalidRequest
+from minisgl.sampling_params import InvalidRequest
 
 T = TypeVar("T")
 Message = dict[str, Any]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from minisgl.core import CONTEXT_LENGTH_EXCEEDED, InvalidRequest
 from minisgl.limits import Limits
 from minisgl.message.to_tokenizer import IdsPrompt, TextPrompt
 from minisgl.message.types import pack_ids
+from minisgl.sampling_params import CONTEXT_LENGTH_EXCEEDED, InvalidRequest
 
 PlainPrompt: TypeAlias = TextPrompt | IdsPrompt
 

@@ -1,9 +1,9 @@
 """Fields that every generating route takes, and the sampling parameters, grammar and options that they become.
 
-A sampling parameter is declared once, in `core.SamplingParams`; its field in the body is made from that declaration,
-and `SamplingParams.validate` checks its bounds. Any other field has a `RequestField` with its sentence, example and
-bounds, which `Body.check_bounds` checks. The OpenAPI document (`server.api.openapi`) is made from both. Types are
-strict: "5" and 5.0 are not integers.
+A sampling parameter is declared once, in `SamplingParams`; its field in the body is made from that declaration, and
+`SamplingParams.validate` checks its bounds. Any other field has a `RequestField` with its sentence, example and bounds,
+which `Body.check_bounds` checks. The OpenAPI document (`server.api.openapi`) is made from both. Types are strict: "5"
+and 5.0 are not integers.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, create_model
 
-from minisgl.core import Grammar, InvalidRequest, SamplingParams
 from minisgl.limits import Limits
 from minisgl.message.types import TextOptions
 from minisgl.request_fields import RequestField, bounded_fields, request_fields
+from minisgl.sampling_params import Grammar, InvalidRequest, SamplingParams
 from minisgl.structured_output.response_format import (
     ResponseFormat,
     Schema,

@@ -11,10 +11,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from minisgl.core import InvalidRequest
 from minisgl.limits import MAX_OPENAI_TEMPERATURE
 from minisgl.message.to_tokenizer import ChatPrompt
 from minisgl.request_fields import TOKEN_ID, RequestField
+from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.bodies.conversation import ROLES, Message
 from minisgl.server.api.bodies.read_body import MAX_ITEMS
 from minisgl.server.api.bodies.request_body import (

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from minisgl.core import InvalidRequest
+from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.bodies.conversation import member, optional_member
 
 Tool = dict[str, Any]

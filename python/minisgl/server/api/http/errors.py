@@ -9,7 +9,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Scope
 
-from minisgl.core import CONTEXT_LENGTH_EXCEEDED, InvalidRequest
+from minisgl.sampling_params import CONTEXT_LENGTH_EXCEEDED, InvalidRequest
 from minisgl.server.api.http.request_head import speaks_anthropic
 
 RETRY_AFTER_SECONDS = 1

@@ -13,12 +13,12 @@ import numpy as np
 from msgspec import UNSET, UnsetType
 from msgspec.json import encode
 
-from minisgl.core import CONTEXT_LENGTH_EXCEEDED, InvalidRequest, SamplingParams
 from minisgl.limits import Limits
 from minisgl.message.to_tokenizer import IdsPrompt, PairPrompt, Prompt, TextPrompt
 from minisgl.message.types import TextOptions, pack_ids
 from minisgl.pooling.pooling_config import Activation, PoolingConfig
 from minisgl.pooling.vectors import Float32Array, activated, cosine, embedding
+from minisgl.sampling_params import CONTEXT_LENGTH_EXCEEDED, InvalidRequest, SamplingParams
 from minisgl.server.api.answers.answer import Usage, Writer
 from minisgl.server.api.bodies.plain_prompts import checked_ids, is_ids
 from minisgl.server.api.pooling.bodies import PairsBody, PoolingBody, RerankBody, VectorsBody

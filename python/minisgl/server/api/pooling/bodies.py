@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import WithJsonSchema
 
-from minisgl.core import InvalidRequest
 from minisgl.request_fields import RequestField
+from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.bodies.request_body import EMPTY, NEVER, STRING, STRINGS, QueuedBody, any_of
 from minisgl.server.api.bodies.route_bodies import IDS
 

@@ -17,11 +17,11 @@ from contextlib import contextmanager
 
 import msgspec
 
-from minisgl.core import InvalidRequest
 from minisgl.message.socket import Sender
 from minisgl.message.to_api import Accepted, OutputDelta, OutputDeltas, Refused, ToApi
 from minisgl.message.to_tokenizer import Generate, GenerateOptions, Query, ToTokenizer
 from minisgl.message.types import Abort, ProcessCounts
+from minisgl.sampling_params import InvalidRequest
 from minisgl.seeds import choice_seed, random_seed
 from minisgl.server.api.http.errors import aborted, invalid, overloaded, refused, shutting_down
 from minisgl.server.api.metrics import RequestMetrics

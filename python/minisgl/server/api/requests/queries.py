@@ -10,11 +10,11 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from minisgl.core import InvalidRequest
 from minisgl.message.socket import Sender
 from minisgl.message.to_api import Reply, Unanswered
 from minisgl.message.to_tokenizer import Query, ToTokenizer
 from minisgl.message.types import ProcessCounts, Report, StatsRequest
+from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.http.errors import ApiError, no_answer, refused
 
 R = TypeVar("R", bound=Reply)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from minisgl.core import InvalidRequest
+from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.http.errors import ApiError, invalid
 from minisgl.server.api.responses.body import Item, ResponsesBody
 from minisgl.server.api.responses.items import REFERENCE, kept_items

@@ -10,7 +10,7 @@ import base64
 import binascii
 from collections.abc import Callable, Sequence
 
-from minisgl.core import InvalidRequest
+from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.bodies.conversation import Message, content_text, member, optional_member
 from minisgl.server.api.bodies.route_bodies import MAX_MESSAGES
 from minisgl.server.api.responses.body import Item

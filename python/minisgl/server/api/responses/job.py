@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from minisgl.core import InvalidRequest, SamplingParams
 from minisgl.limits import Limits
 from minisgl.message.to_tokenizer import ChatPrompt
 from minisgl.parsers.parser_choice import Parsers
+from minisgl.sampling_params import InvalidRequest, SamplingParams
 from minisgl.server.api.answers.chat import chat_job
 from minisgl.server.api.answers.chat_writer import ChatOptions
 from minisgl.server.api.bodies.conversation import Message

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from minisgl.core import InvalidRequest
+from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.bodies.conversation import member
 from minisgl.server.api.bodies.tools import Tool, ToolChoice, ToolUse, check_function, known_function, name_of, use_of
 

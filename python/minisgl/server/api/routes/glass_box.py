@@ -22,8 +22,9 @@ from starlette.responses import Response
 
 import minisgl
 from minisgl import __version__
-from minisgl.core import FinishReason, InvalidRequest
+from minisgl.core import FinishReason
 from minisgl.message.engine_state import EngineState, InspectState, StateReport, StepRecord
+from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.metrics import EngineLoad, Histogram
 from minisgl.server.api.requests.engine_client import EngineClient, Heartbeat
 from minisgl.server.api.routes.endpoint import Endpoint, Routes, Service, json_response

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
-from minisgl.core import InvalidRequest
 from minisgl.pooling.pooling_config import NO_VECTORS, Activation, PoolingConfig
 from minisgl.pooling.vectors import Float32Array, check_dimensions
+from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.answers.answer import Answer, Usage
 from minisgl.server.api.http.errors import ApiError
 from minisgl.server.api.pooling.answers import (
