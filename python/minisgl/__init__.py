@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from minisgl.llm import LLM
-    from minisgl.sampling_params import SamplingParams
+    from minisgl.sampling_params import Grammar, SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Grammar", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -18,8 +18,8 @@ def __getattr__(name: str) -> Any:
         from minisgl.llm import LLM
 
         return LLM
-    if name == "SamplingParams":
-        from minisgl.sampling_params import SamplingParams
+    if name in ("Grammar", "SamplingParams"):
+        from minisgl import sampling_params
 
-        return SamplingParams
+        return getattr(sampling_params, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

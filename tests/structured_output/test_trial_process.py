@@ -169,7 +169,7 @@ def test_the_process_finds_the_package_where_its_parent_found_it(tmp_path: Path)
         text.write("\n\ndef to_llguidance(_): raise ValueError('elsewhere')\n")
     code = (
         f"import sys; sys.path.insert(0, {str(package.parent)!r})\n"
-        "from minisgl.core import Grammar\n"
+        "from minisgl.sampling_params import Grammar\n"
         "from minisgl.structured_output.trials import Trial, TrialProcess\n"
         "process = TrialProcess({})\n"
         "process.start(Trial(1, Grammar('regex', '[ab]'), 10.0))\n"
