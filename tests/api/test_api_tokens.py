@@ -224,7 +224,7 @@ def test_an_echo_as_it_was_sent_has_the_special_tokens_that_were_written() -> No
 
 
 def test_tokens_that_read_alike() -> None:
-    """Of alternatives with one text the most likely counts; the chosen token is always listed."""
+    """The most likely of alternatives with one text counts; the chosen token is always listed."""
     written = TextLogprobsWriter(3).write([position(b"x", (b"y", -0.1), (b"y", -0.5), (b"w", -2.0))])
     assert written.top_logprobs == [{"y": -0.1, "w": -2.0, "x": -1.0}]
 

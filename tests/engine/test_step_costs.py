@@ -93,7 +93,7 @@ def test_a_measurement_finds_the_device(num_pages: int, page_size: int, max_seq_
 def test_with_many_slots_a_measurement_tells_decodes_alone_from_those_beside_chunks(
     num_slots: int, max_seq_len: int
 ) -> None:
-    """Also if the host launches chunks more slowly than the device runs them."""
+    """The host may launch chunks more slowly than the device runs them."""
     device = TimedDevice(50_000, 16, host=5e-3)
     cost = measured(device, num_slots=num_slots, max_seq_len=max_seq_len)
     assert dataclasses.astuple(cost) == pytest.approx(dataclasses.astuple(DEVICE), rel=1e-6)

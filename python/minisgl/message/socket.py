@@ -102,7 +102,7 @@ class Inbox(Generic[T]):
 
 
 class Sender(Protocol[T_contra]):
-    """What users of an Outbox need of it."""
+    """Interface of an Outbox for the code that sends."""
 
     def send(self, message: T_contra, /) -> None: ...
 

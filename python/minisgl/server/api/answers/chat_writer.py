@@ -82,7 +82,7 @@ class CallDelta(msgspec.Struct, frozen=True):
 
 
 class ChatDelta(msgspec.Struct, frozen=True):
-    """What a chunk adds to the message; fields that are unset are not written."""
+    """Additions of a chunk to the message; unset fields are not written."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET

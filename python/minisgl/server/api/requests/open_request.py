@@ -90,7 +90,7 @@ class ClientGone(Exception):
 
 
 class Job(GenerateOptions, frozen=True, kw_only=True):
-    """What one HTTP request asks of the engine: n answers to each prompt. Choice i answers prompt i // n."""
+    """Work of one HTTP request for the engine: n answers to each prompt. Choice i answers prompt i // n."""
 
     prompts: Sequence[Prompt]
     n: int = 1
