@@ -1,6 +1,7 @@
-"""Microseconds of a sum over GPUs by size: our kernels beside NCCL, each 20 times in a CUDA graph.
+"""Microseconds of an all-reduce by size: our kernels compared with NCCL, each 20 times in a CUDA graph.
 
-Floor: the bytes that any all-reduce must send from each GPU, 2 (N - 1) / N of the tensor, at NVLink's 450 GB/s.
+The lower bound is the time of the bytes that any all-reduce must send from each GPU, 2 (N - 1) / N of the tensor, at
+NVLink's 450 GB/s.
 
     python benchmark/all_reduce.py --ranks 2
 """

@@ -1,8 +1,8 @@
-"""Attention backends beside each other: decodes by the share of the memory's speed, prefills by operations a second,
-and what FlashInfer's planning costs the host.
+"""Comparison of attention backends: decodes by the share of memory bandwidth, prefills by operations a second, and the
+host's time for FlashInfer's planning.
 
-Decodes are timed in CUDA graphs, over so many layers that the L2 cache does not hold the KV cache. `fused` also norms,
-rotates and stores, which the others leave to another kernel.
+Decodes are timed in CUDA graphs, over so many layers that the KV cache does not fit into the L2 cache. `fused` also
+norms, rotates and stores, which the others leave to another kernel.
 
     python benchmark/attention.py
     python benchmark/attention.py --decode 64x640 256x100-2000 --heads 16,8 --page-size 64 --only decode
@@ -59,7 +59,7 @@ def names(spec: AttentionSpec) -> list[str]:
 
 
 def make_pool(spec: AttentionSpec, rows: int, context: int, layers: int) -> tuple[KVPool, torch.Tensor]:
-    """Return random keys and values, and page tables [rows, pages] that are all over the pool."""
+    """Return random keys and values, and page tables [rows, pages] with random pages of the pool."""
     width = -(-context // spec.page_size)
     upcast = spec.kv_stores(spec.dtype) if spec.fp8_kv else ()
     layout = KVLayout(spec.page_size, (spec.kv_stores(),) * layers, upcast)

@@ -1,4 +1,4 @@
-"""Seconds of one answer on the CPU, on a machine as it is and beside busy loops; CPU seconds of the process, too.
+"""Seconds of one answer on the CPU, without and with busy loops on the same machine; CPU seconds of the process, too.
 
 python benchmark/busy_machine.py                # 12 busy loops
 GOMP_SPINCOUNT=10000 python benchmark/busy_machine.py --loops 2
@@ -19,7 +19,7 @@ from minisgl.sampling_params import SamplingParams
 
 @contextmanager
 def busy_loops(count: int) -> Iterator[None]:
-    """Keep so many processes computing within the block."""
+    """Keep this many processes computing within the block."""
     loops = [subprocess.Popen(["sh", "-c", "while :; do :; done"]) for _ in range(count)]
     try:
         yield

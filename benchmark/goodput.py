@@ -1,14 +1,14 @@
-r"""Search the highest request rate at which 99% of the requests hold the service level objectives, on several servers.
+r"""Search for the highest request rate at which 99% of the requests meet the objectives, on several servers.
 
 A probe sends --warm-up and --requests requests at one rate and judges the latter; it ends early when too many missed.
-The next probe, at a rate chosen by bisection, begins when the server is idle again. The objectives: time to first token
-by prompt length, and each answer's mean time per token. A probe whose requests left too late says nothing about the
-server and is refused.
+The next probe, at a rate chosen by bisection, begins when the server is idle again. The service level objectives are a
+time to first token by prompt length, and a mean time per token of each answer. A probe whose requests were sent too
+late says nothing about the server and is refused.
 
 Each --server is NAME=COMMAND, which is started for its turn and ended after it, or NAME=URL. Workloads: poisson (mean
 1,740 tokens in, 343 out, log-normal), 1k1k, 1k8k, 8k1k (InferenceX's shapes), conversation, agent (sessions with shared
 prefixes and think times), or the file of a trace (Mooncake's JSON lines, Azure's CSV), by default at 0.25 to 0.75 of
-its pace. Range, requests, precision and objectives of a workload's own may stand behind its name.
+its pace. A workload's own range, requests, precision and objectives may follow its name.
 
     python benchmark/goodput.py --scale 0.02 --range 1,16 --slo-tpot 400 --server "demo=python -m minisgl --port 0"
     python benchmark/goodput.py --workload mooncake.jsonl --workload agent --plot goodput.png \
@@ -68,7 +68,7 @@ WORKLOAD_SETTINGS: dict[str, Callable[[str], Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A workload, and how its highest rate is searched."""
+    """A workload, and the settings of the search for its highest rate."""
 
     workload: OnlineWorkload
     rates: tuple[float, float]
@@ -79,7 +79,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """A server by name: a command that starts it, or the address of one that runs."""
+    """A server by name: a command that starts it, or the address of a running one."""
 
     name: str
     command: list[str]
@@ -151,9 +151,9 @@ def parse() -> argparse.Namespace:
 
 
 def make_task(text: str, args: argparse.Namespace) -> Task:
-    """Return the workload NAME[:SETTINGS], settings that are not there as the flags say.
+    """Return the workload NAME[:SETTINGS]; the flags give the settings that are absent.
 
-    ValueError, or OSError for a trace's file, if there is no such thing.
+    ValueError for an unknown name or setting, OSError for a trace's file that cannot be read.
     """
     name, *settings = text.split(":")
     own = dict(setting.partition("=")[::2] for setting in settings)
@@ -169,7 +169,7 @@ def make_task(text: str, args: argparse.Namespace) -> Task:
 
 
 def make_tasks(args: argparse.Namespace) -> list[Task]:
-    """Return what is searched. SystemExit for a name that is neither a workload's nor a trace's file."""
+    """Return the searches to run. SystemExit for a name that is neither a workload's nor a trace's file."""
     try:
         return [make_task(text, args) for text in args.workload or ["poisson"]]
     except (ValueError, OSError, argparse.ArgumentTypeError) as error:
@@ -177,7 +177,7 @@ def make_tasks(args: argparse.Namespace) -> list[Task]:
 
 
 def announce(task: Task) -> None:
-    """Print how much work a search is, and warn of one that says little."""
+    """Print the number of probes of a search, and warn if its probes are too short."""
     name, (low, high) = task.workload.name, task.rates
     if task.requests / high < SHORTEST_PROBE * task.rules.slo.ttft_ms / 1e3:
         short = f"{task.requests / high:.1f} s at {cell_text(high)}/s is too short for a queue to show"
@@ -187,7 +187,7 @@ def announce(task: Task) -> None:
 
 
 def read_searches(path: Path) -> list[Search]:
-    """Return the results in a file that this script wrote. SystemExit if it is none."""
+    """Return the results in a file that this script wrote. SystemExit if it is another file."""
     try:
         document = msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
         return msgspec.json.decode(document["results"], type=list[Search])
@@ -197,7 +197,7 @@ def read_searches(path: Path) -> list[Search]:
 
 @contextmanager
 def running(contestant: Contestant, args: argparse.Namespace) -> Iterator[Prober]:
-    """Yield the means to probe a server, which is started before and ended after if it is a command."""
+    """Yield a server's prober. If the server is a command, it is started before and ended after."""
     api_key = os.environ.get("OPENAI_API_KEY")
 
     def prober(base_url: str) -> Prober:
@@ -222,7 +222,7 @@ def run_search(
     deadline: float,
     keep: Callable[[], None],
 ) -> None:
-    """Fill in the search, and call `keep` after each probe. `idle.NotIdle` if the server no longer comes to rest.
+    """Fill in the search, and call `keep` after each probe. `idle.NotIdle` if the server does not become idle again.
 
     No probe begins that is expected to last beyond `deadline`, in `time.monotonic` seconds.
     """
@@ -298,7 +298,7 @@ def measure(
     probe_numbers: Iterator[int],
     keep: Callable[[], None],
 ) -> None:
-    """Fill in the searches of a server's turn, one a task. If it fails, stderr and those that are left say why."""
+    """Fill in the searches of a server's turn, one a task. If it fails, stderr and the unfinished searches say why."""
     deadline = math.inf if args.budget is None else time.monotonic() + args.budget
     search = turn[0]
     try:

@@ -1,10 +1,10 @@
-"""Send bodies that are made to hold the API process up, and watch a stream that somebody else reads meanwhile.
+"""Send bodies that are made to block the API process, and watch the stream of another client meanwhile.
 
     python benchmark/hostile_bodies.py                   # all bodies, to a server of the demo model
     python benchmark/hostile_bodies.py arrays --rounds 5
 
-For each body it prints the status, the seconds to the answer, and the longest time in which the stream got nothing:
-first without any body, which shows what the machine itself does. The CPU seconds are those of the API process.
+For each body it prints the status, the seconds to the answer, and the longest time in which the stream got nothing. The
+first line is without any body, which shows the delays of the machine itself. CPU seconds are those of the API process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ JSON = {"content-type": "application/json"}
 
 
 def filled(before: str, item: str, after: str, size: int) -> bytes:
-    """Return a body of this size: as many items as fit."""
+    """Return a body of this size with as many items as fit."""
     return (before + ",".join([item] * (size // (len(item) + 1))) + after).encode()
 
 

@@ -1,7 +1,7 @@
-"""Send tool schemas and grammars that are made to be expensive to a server of the demo model, and watch what it costs.
+"""Send tool schemas and grammars that are made to be expensive to a server of the demo model, and measure their cost.
 
-    python benchmark/hostile_grammars.py schemas     # tools whose schemas branch, circle or are copied per reference
-    python benchmark/hostile_grammars.py queue       # 40 grammars that never end, and honest ones that come after them
+    python benchmark/hostile_grammars.py schemas     # tools with schemas that branch, refer in circles or are copied
+    python benchmark/hostile_grammars.py queue       # 40 grammars that never end, and honest ones after them
 
 For each body it prints the status, the seconds to the answer, the longest time in which `GET /ping` got no answer, and
 the peak memory of the API process (VmHWM). `queue` prints how long the honest requests took to be answered.
@@ -38,7 +38,7 @@ class DemoServer(ServerProcess):
         super().__init__([sys.executable, "-m", "minisgl", "--model", "demo", "--port", "0", *flags], api_key=api_key)
 
     def chat(self, key: str = "none", **fields: Any) -> tuple[int, float, str]:
-        """Return status, seconds and the text of an error of one answer."""
+        """Return one answer's status, its seconds and the text of its error."""
         begin = time.perf_counter()
         headers = {"authorization": f"Bearer {key}"}
         body = {"model": "demo", "messages": MESSAGES, "max_tokens": 4, **fields}
@@ -89,7 +89,7 @@ def tool(schema: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def branching(depth: int) -> dict[str, Any]:
-    """Return definitions of which each refers to the next one twice."""
+    """Return definitions, each of which refers to the next one twice."""
     definitions: dict[str, Any] = {
         f"a{level}": {"anyOf": [{"$ref": f"#/$defs/a{level + 1}"}] * 2} for level in range(depth)
     }
@@ -133,7 +133,7 @@ def send_schemas() -> None:
 
 
 def send_queue(num_hard: int, keys: list[str]) -> None:
-    """Send hard grammars of the first key, then honest ones of the second (or the same)."""
+    """Send expensive grammars with the first key, then honest ones with the second (or the same)."""
     flags = [flag for key in keys for flag in ("--api-key", key)]
     hostile, honest = keys[0] if keys else "none", keys[-1] if keys else "none"
     fields = {"a": {"type": "string", "maxLength": 20}, "b": {"type": "integer"}}

@@ -51,7 +51,7 @@ class Interference:
 
 
 def token_gaps(work: Interference, records: Sequence[RequestRecord]) -> FloatArray:
-    """Return ms between tokens of all streams while the long prompts come. RuntimeError if a request failed."""
+    """Return ms between tokens of all streams while long prompts arrive. RuntimeError if a request failed."""
     failed = [record.error for record in records if record.error]
     if failed:
         raise RuntimeError(f"{len(failed)} requests failed, the first: {failed[0]}")

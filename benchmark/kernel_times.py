@@ -1,8 +1,8 @@
-"""The time of each CUDA kernel beside the bytes that it must move, and the share of the memory's speed that this is.
+"""Time of each CUDA kernel, the bytes that it must move, and the share of memory bandwidth that it reaches.
 
-Times are of graph replays, so launches from Python do not count; what cannot be captured is timed as it runs. Inputs
-that a step finds in DRAM are rotated so that the L2 cache does not hold them. The memory's speed is that of a large
-copy in the same run.
+Times are of graph replays, so launches from Python do not count; work that cannot be captured is timed as it runs.
+Inputs that a step finds in DRAM are rotated so that the L2 cache does not hold them. The memory bandwidth is that of a
+large copy in the same run.
 
     python benchmark/kernel_times.py
     python benchmark/kernel_times.py --only sampling
@@ -91,7 +91,7 @@ def copy_speed() -> float:
 
 
 def _peaked_logits(rows: int, vocab: int) -> torch.Tensor:
-    """Return logits like those of a trained model: most far below a few large ones."""
+    """Return logits like those of a trained model: a few large ones, and all others far below."""
     logits = torch.randn(rows, vocab, device=DEVICE) * 2.5
     top = torch.randint(vocab, (rows, 30), device=DEVICE)
     return logits.scatter_(1, top, 22 - 4 * torch.rand(rows, 30, device=DEVICE) ** 0.5 * 2).to(torch.bfloat16)
@@ -331,7 +331,7 @@ def experts() -> Iterator[Case]:
 
 
 def between() -> Iterator[Case]:
-    """Time what stands between products and attention. Few tokens come from the L2 cache, as they do in a step."""
+    """Time the kernels between products and attention. A few tokens are in the L2 cache, as they are in a step."""
     csrc = CudaOps(DEVICE)
     all_ops: dict[str, tuple[Ops, Callable[..., object]]] = {
         "csrc": (csrc, csrc.activate_and_mul),

@@ -1,7 +1,7 @@
 """Milliseconds per token by batch size, and prefill tokens per second by prompt length.
 
 A decode step is (time of N + 1 new tokens - time of 1) / N, for fresh random prompts, greedy, median of the repeats.
-Prefill is the length of a lone prompt over the time to its first token.
+Prefill is the length of a single prompt over the time to its first token.
 
     python benchmark/latency.py --model demo --batch-sizes 1,8 --prompt 64 --new 32 --prefill 256,1024
     python benchmark/latency.py --shape 0.6b --engine minisgl,vllm --batch-sizes 1,8,64,256
@@ -65,7 +65,7 @@ class LatencySizes:
 
 
 def timed(engine: OfflineEngine, work: OfflineBatch, temperature: float, *, progress: bool = False) -> float:
-    """Return the seconds in which all of it is answered in full."""
+    """Return the seconds until all prompts are answered in full."""
     begin = time.perf_counter()
     made = engine.generate(work, temperature, progress=progress)
     seconds = time.perf_counter() - begin
@@ -75,7 +75,7 @@ def timed(engine: OfflineEngine, work: OfflineBatch, temperature: float, *, prog
 
 
 def warm_up(engine: OfflineEngine, rng: random.Random, vocab_size: int, *, rows: int = 64, tokens: int = 300) -> None:
-    """Let everything happen that happens once: compilation, capture, allocation."""
+    """Trigger all work that happens only once: compilation, capture, allocation."""
     for count, length, new in ((min(8, rows), min(64, tokens), 16), (rows, tokens, 8)):
         prompts = random_prompts(rng, count, length, vocab_size)
         engine.generate(OfflineBatch(prompts, [new] * count), WARM_UP_TEMPERATURE, progress=False)
@@ -84,7 +84,7 @@ def warm_up(engine: OfflineEngine, rng: random.Random, vocab_size: int, *, rows:
 def measure_latency(
     engine: OfflineEngine, rng: random.Random, sizes: LatencySizes, *, vocab_size: int = FRESH_IDS[1]
 ) -> LatencyFigures:
-    """Measure decode steps by batch size, and lone prompts by length."""
+    """Measure decode steps by batch size, and single prompts by length."""
     figures = LatencyFigures()
     with tqdm(total=len(sizes.batch_sizes) + len(sizes.prefill), desc="Latency", unit="size") as bar:
         for batch_size in sizes.batch_sizes:

@@ -1,14 +1,14 @@
 r"""Open many client streams to a server at once, and count how each of them ended.
 
     python benchmark/many_clients.py                        # 2,000 streams of 32 tokens, soft limit of 1,024 open files
-    python benchmark/many_clients.py --leaving 0.3          # so many clients close their connection midway
+    python benchmark/many_clients.py --leaving 0.3          # this share of clients close their connection midway
     python benchmark/many_clients.py --sigterm 5            # SIGTERM 5 s after the first token
     python benchmark/many_clients.py --sigterm 5 --tokens 2000 --clients 200 -- --shutdown-timeout 10
 
-A stream ends `complete`, with an `error` event, `refused` (503), `cut`: without its last event, or without a byte,
-`wrong`: with a token too many or too few or a second end, or its client has `left`. With --sigterm, clients of /health
-and of a new completion ask ten times a second meanwhile; without it, the server is asked afterwards what it still
-holds. Flags of the server follow after `--`.
+A stream ends in one of these ways: `complete`; `error`, with an error event; `refused` (503); `cut`, without its last
+event or without a byte; `wrong`, with a token too many or too few or a second end; `left` by its client. With
+--sigterm, /health and a new completion are requested ten times a second meanwhile; without it, the server's state is
+queried afterwards. Flags of the server follow after `--`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REST = 30.0  # seconds
 
 
 async def stream(host: str, port: int, tokens: int, begun: asyncio.Event, leave_after: int | None = None) -> str:
-    """Ask for one stream; return how it ended. `leave_after`: bytes of the answer after which the client goes."""
+    """Request one stream; return how it ended. `leave_after`: bytes of the answer after which the client leaves."""
     wish = {"prompt": "Hello", "max_tokens": tokens, "ignore_eos": True, "stream": True}
     body = json.dumps(wish | {"stream_options": {"include_usage": True}}).encode()
     answer = await ask(host, port, b"POST /v1/completions", body, begun, leave_after)
@@ -75,7 +75,7 @@ async def ask(
 
 
 async def probe(host: str, port: int, line: bytes, body: bytes, seen: Counter[str]) -> None:
-    """Ask ten times a second until cancelled; count the statuses."""
+    """Send ten requests a second until cancelled; count the statuses."""
     while True:
         answer = await ask(host, port, line, body)
         seen[answer[9:12].decode() or "refused connection"] += 1
@@ -118,7 +118,7 @@ async def run(args: argparse.Namespace, server: ServerProcess) -> None:
 
 
 def rest(base_url: str) -> str:
-    """Return how long the server still worked for clients that are gone, and what it holds then."""
+    """Return how long the server still worked for disconnected clients, and its state after that."""
     begin = time.perf_counter()
     while True:
         processes = get_json(f"{base_url}/server_info")["processes"]

@@ -1,7 +1,7 @@
-"""Memory of a server's scheduler process over thousands of requests of varied lengths: PSS after every so many.
+"""Memory of a server's scheduler process over thousands of requests of varied lengths, as PSS at regular counts.
 
-Bursts of requests are sent to a server that `--` starts, or to the demo's. Nothing of it depends on time, so it may run
-beside other work.
+Bursts of requests are sent to the server started by the command after `--`, or to one of the demo model. Nothing here
+depends on time, so other work may run on the machine.
 
     python benchmark/memory.py --requests 20000
     python benchmark/memory.py --requests 20000 -- python -m minisgl --port 0 --device cpu --max-running-requests 64

@@ -1,4 +1,4 @@
-"""The offline headline: output tokens per second over 256 requests of mixed lengths, and optionally latencies.
+"""Offline throughput: output tokens per second over 256 requests of mixed lengths, and optionally latencies.
 
 Prompts have 100 to 1024 random tokens and get 100 to 1024 tokens each, temperature 0.6, random.seed(0); `--longest`
 and `--requests` make it smaller. Detokenizing counts where the engine does it. Several engines run one after the
@@ -47,7 +47,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class OfflineFigures:
-    """Figures of the headline, run by run."""
+    """Figures of the offline throughput, run by run."""
 
     output_tokens: int
     tokens_per_second: list[float]

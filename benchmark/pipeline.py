@@ -1,10 +1,10 @@
-"""The server without its model: tokens a second through HTTP, ZeroMQ, tokenizing and scheduling, and what they cost.
+"""The server without its model: tokens a second through HTTP, ZeroMQ, tokenizing and scheduling, and their CPU time.
 
 An engine that takes `--step-ms` for any step (0: no time) gives every stream a token each step; everything else is
-the real server. Clients ask for streams all at once; what counts is the steady window in which all of them run, from
-the last first token to the first end of a stream: CPU time of each process, the load generator's too, and tokens. With
---step-ms 0 tokens come faster than clients can be told and share events; steps of CLIENTS / 20 ms offer 20,000 tokens
-a second.
+the real server. Clients open all streams at once. Tokens and the CPU time of each process, including the load
+generator's, are measured in the window in which all streams run: from the last first token to the first end of a
+stream. With --step-ms 0 tokens come faster than events can be sent, so several share an event; steps of CLIENTS / 20 ms
+offer 20,000 tokens a second.
 
     python benchmark/pipeline.py
     python benchmark/pipeline.py --clients 256 --step-ms 12.8,25.6 --profile
@@ -49,7 +49,7 @@ PROFILE_WAIT_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class PipelineLoad:
-    """Streams that the clients ask for, all at once."""
+    """Streams that the clients open, all at once."""
 
     clients: int = 256
     prompt_tokens: int = 100

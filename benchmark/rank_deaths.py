@@ -3,10 +3,10 @@ r"""Kill a random rank of a server under load, again and again; start and end se
     python benchmark/rank_deaths.py --shape 0.6b --kills 20 --starts 30
     python benchmark/rank_deaths.py --shape 0.6b --kills 3 --signal STOP -- --hang-timeout 3
 
-A kill comes at a random moment while streams run. Told are the seconds until the last of them has ended, which each
-must with an error event, and until the server and all its workers are gone. A start is followed by SIGTERM as soon as
-the server is ready. `--parallel` servers share the devices, so their seconds are longer than those of one alone; after
-`--seconds` no other begins. Flags of the server follow after `--`.
+A kill comes at a random moment while streams run, and each stream must end with an error event. The script prints the
+seconds until the last stream has ended, and until the server and all its workers are gone. A start is followed by
+SIGTERM as soon as the server is ready. `--parallel` servers share the devices, so their seconds are longer than those
+of one alone; after `--seconds` no other begins. Flags of the server follow after `--`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TOKENS = 2000  # tokens of a stream: more than it gets
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """End of a server one of whose ranks got a signal. Seconds count from there."""
+    """End of a server after one of its ranks got a signal. Seconds count from the signal."""
 
     streams: float  # until the last stream's end
     gone: float  # until no process was left
@@ -51,13 +51,13 @@ class Death:
 
     @property
     def clean(self) -> bool:
-        """True if every stream ended with an error, and all processes."""
+        """True if every stream ended with an error event, and all processes ended in time."""
         return self.gone < PATIENCE and set(self.ends) == {"error"}
 
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """Start and end of a server that nobody asks anything."""
+    """Start and end of a server that gets no requests."""
 
     start: float  # seconds
     end: float
@@ -65,7 +65,7 @@ class Life:
 
     @property
     def clean(self) -> bool:
-        """True if it ended by itself and content."""
+        """True if it ended by itself, with exit code 0."""
         return self.code == 0
 
 
@@ -106,7 +106,7 @@ def live_once(command: Sequence[str], _: int) -> Life:
 
 
 def repeat(work: Callable[[int], T], count: int, parallel: int, deadline: float) -> list[T]:
-    """Return what so many calls return; without those that had not begun by the deadline, or whose server did not."""
+    """Return the calls' results, without those that had not begun by the deadline or whose server did not start."""
 
     def one(seed: int) -> T | None:
         try:

@@ -1,12 +1,12 @@
 """Load against an OpenAI-compatible server: latencies, throughput, goodput, cache hits.
 
-Requests leave on time whatever became of those before them, and latencies count from when they were due. Prompts are
-random token ids (POST /v1/completions), answers have an exact length (`ignore_eos`) and are streamed. The load is one
-of: Poisson arrivals (`--rate`), all at once (`--burst`), or the replay of a trace (`--trace`: Mooncake's JSON lines,
-whose shared blocks become shared prefixes, or Azure's CSV) at `--speed` times its pace. `--concurrency` is a closed
-loop instead: so many requests at a time, each leaves when one has ended, and the first begin in the midst of their
-answers. Several rates, speeds or concurrencies run one after the other. What follows `--` is a command that starts the
-server, which is ended afterwards.
+Requests are sent on time, whatever happened to those before them, and latencies count from when they were due. Prompts
+are random token ids (POST /v1/completions), answers have an exact length (`ignore_eos`) and are streamed. The load has
+Poisson arrivals (`--rate`), is all at once (`--burst`), or replays a trace (`--trace`: Mooncake's JSON lines, whose
+shared blocks become shared prefixes, or Azure's CSV) at `--speed` times its pace. `--concurrency` is a closed loop
+instead, with this many requests at a time: each is sent when another has ended, and the first begin in the middle of
+their answers. Several rates, speeds or concurrencies run one after the other. A command after `--` starts the server,
+which is ended afterwards.
 
     python benchmark/serve.py --rate 4 --requests 50 --input 200 --output 40 -- python -m minisgl --port 0
     python benchmark/serve.py --base-url http://127.0.0.1:1919 --trace mooncake.jsonl --requests 1000 --speed 1,2,4
@@ -47,7 +47,7 @@ IDLE_TIMEOUT = 60  # seconds for a server to come to rest before a load
 def make_loads(
     args: argparse.Namespace, rows: list[TraceRow], served: Served
 ) -> list[tuple[str, list[TimedRequest], int]]:
-    """Return the loads by name, and of each how many requests were cut. No two share a prompt."""
+    """Return the loads by name, each with the number of requests that were cut. No two loads share a prompt."""
     lengths: LengthSource = Lengths(args.input, args.output, 0.0 if args.fixed else 0.7, 0.0 if args.fixed else 0.6)
     if args.shape:
         lengths = LENGTHS[args.shape]

@@ -2,7 +2,7 @@ r"""Latencies of batch policies, simulated: the real scheduler and step loop, an
 
 The formula is a roofline of Llama-3.1-8B on an H200: weights that are read once and multiplied with every token,
 attention, and K and V read by decodes. The scheduler's cost model is measured on it as an engine measures its
-own. Nothing depends on the machine, so a run says what a policy does and what a change of it would do. Workloads:
+own. Nothing depends on the machine, so runs show the effect of a policy and of a change to it. Workloads:
 bursts of code completions, a Poisson process of conversations, these all at once, InferenceX's shapes (1k1k, 1k8k,
 8k1k), or a trace's file; with `--concurrency`, a shape as a closed loop.
 
@@ -50,8 +50,8 @@ HOST_SECONDS = 3e-4  # host's seconds for each step, beside the device's
 class Roofline:
     """Seconds of a step of Llama-3.1-8B on an H200, fitted to measured steps and to a server under Azure's trace.
 
-    Decodes alone take less for a row than their operations would beside chunks: memory bounds them, and the GPU's clock
-    rises (docs/log.md, 2026-11-24).
+    In a step of decodes alone a row takes less time than its operations would in a step with chunks, because memory
+    bandwidth bounds the step and the GPU's clock rises (docs/log.md, 2026-11-24).
     """
 
     launch: float = 0.6e-3
@@ -85,7 +85,7 @@ class Clock:
 
 
 class Device:
-    """Executes steps one behind the other."""
+    """Executes steps one after the other."""
 
     bitmask: Int32Array = np.zeros((0, 1), dtype=np.int32)
 
@@ -116,7 +116,7 @@ class Arrival:
 
 
 def measured_cost(roofline: Roofline, max_prefill_tokens: int, num_slots: int) -> StepCost:
-    """Return what an engine with this device would find."""
+    """Return the cost model that an engine with this device would measure."""
     cost = measure(
         lambda batches: [roofline.seconds(batch) for batch in batches],
         num_pages=NUM_PAGES,
@@ -139,7 +139,7 @@ def simulate(
 ) -> list[RequestRecord]:
     """Serve all arrivals, up to `num_slots` at a time.
 
-    With `concurrency`, a closed loop, so many are there at a time, and each later one comes when another has ended.
+    With `concurrency`, a closed loop, this many run at a time, and each later one arrives when another has ended.
     """
     clock = Clock()
     scheduler = Scheduler(
@@ -181,7 +181,7 @@ def lengths(rng: np.random.Generator, mean: float, sigma: float, count: int, mos
 
 
 def make_closed_loop(name: str, concurrency: int, count: int) -> list[Arrival]:
-    """Return requests of a shape, the first of which begin in the midst of their answers."""
+    """Return requests of a shape, the first of which begin in the middle of their answers."""
     seeded = random.Random(0)
     arrivals = [Arrival(0.0, *LENGTHS[name].draw(seeded)) for _ in range(count)]
     for index, one in enumerate(arrivals[:concurrency]):
@@ -226,7 +226,7 @@ def make_config(text: str) -> SchedulerConfig:
 def figures(records: Sequence[RequestRecord], slo: Slo, concurrency: int | None = None) -> dict[str, float]:
     """Return percentiles in ms, output tokens a second, and the share within the objectives.
 
-    `concurrency`: of a closed loop, whose first requests are not judged.
+    `concurrency`: that of a closed loop, whose first requests are not judged.
     """
     if concurrency is None:
         found = summarize(records, slo, since=records[0].due)

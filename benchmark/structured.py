@@ -2,8 +2,8 @@
 
 Every answer has the same number of tokens. The schema is an array of more records than fit, so no answer can end
 early, and ends of sequence are not allowed before; the free answers ignore them. Random weights choose among the
-allowed tokens nearly at random, so the rows' grammars stand in different places. Use a real vocabulary: what a mask
-costs depends on it.
+allowed tokens nearly at random, so the rows' grammars are in different states. Use a real vocabulary: the cost of a
+bitmask depends on it.
 
     python benchmark/structured.py --model demo --batch-sizes 4 --new 32
     python benchmark/structured.py --shape 0.6b --tokenizer FOLDER --batch-sizes 1,8,64
@@ -50,7 +50,7 @@ PROMPT_IDS = 256  # every vocabulary has them
 
 
 def records(*, limited: bool) -> dict[str, Any]:
-    """Return a schema of records. `limited`: strings have a maxLength, which makes masks several times dearer."""
+    """Return a schema of records. `limited`: strings have a maxLength, so bitmasks take several times as long."""
     properties = dict(RECORD)
     if limited:
         properties["name"] = {"type": "string", "maxLength": 40}

@@ -3,7 +3,7 @@
 The host's part is divided into schedule (decide the plan), launch (send it to the device), wait (for the tokens of the
 step before) and complete (finish that one). The device's part is divided by kernel and by kind of work; a gap is time
 in which none runs. A kernel that begins while the one before it still runs counts from that one's end. With several
-ranks the times are rank 0's, and sums over ranks contain what it waits for the others.
+ranks the times are those of rank 0, and its all-reduces include the wait for the other ranks.
 
     python benchmark/timeline.py --shape 0.6b --batch-sizes 1,64,256 --plot docs/timeline.png
 """
@@ -118,7 +118,7 @@ class Clock:
 
 
 def start_decode(loop: StepLoop, rows: int, prompt_tokens: int, first_seq_id: int) -> None:
-    """Bring this many requests to where all of them decode. ValueError if they cannot run at once."""
+    """Run this many requests until all of them decode. ValueError if they cannot run at once."""
     rng = np.random.default_rng(rows)
     params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=1000)
     for row in range(rows):
@@ -136,7 +136,7 @@ def start_decode(loop: StepLoop, rows: int, prompt_tokens: int, first_seq_id: in
 
 
 def measure_decode(loop: StepLoop, rows: int, prompt_tokens: int, first_seq_id: int) -> Timeline:
-    """Measure decodes of so many rows."""
+    """Measure decodes of this many rows."""
 
     def run(steps: int) -> int:
         for _ in range(steps):
@@ -153,7 +153,7 @@ def measure_decode(loop: StepLoop, rows: int, prompt_tokens: int, first_seq_id: 
 
 
 def measure_prefill(loop: StepLoop, tokens: int, prompt_tokens: int, first_seq_id: int) -> Timeline:
-    """Measure the steps of fresh prompts that have so many tokens together."""
+    """Measure the steps of new prompts that have this many tokens together."""
     rng, seq_ids = np.random.default_rng(tokens), itertools.count(first_seq_id)
     params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=1)
 
