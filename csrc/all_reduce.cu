@@ -1,10 +1,12 @@
-// All-reduce and all-gather by writing into the peers' memory (push.cuh).
+// All-reduce and all-gather over RANKS GPUs by writing into the peers' memory (push.cuh). Inputs and outputs are T.
 //
-// one_shot: every rank receives all vectors and adds them up. two_shot (reduce-scatter and all-gather): each rank adds
-// up its part of the vector and sends the result, which moves 2 / RANKS of the data. In both, thread k waits for what
-// thread k of a peer sends, so blocks need no order. Sums are float32 in the order of the ranks, so the result has the
-// same bits on all of them. one_shot_norm: one_shot of whole rows with a residual, and also their RMSNorm. received:
-// the same for vectors that products have already sent to all ranks (skinny_gemm_push).
+// one_shot: every rank sends its whole input to all ranks and adds up all inputs. two_shot (reduce-scatter, then
+// all-gather): each rank adds up its own part of the input and sends the result to the others, which moves 2 / RANKS of
+// the data. one_shot_norm: one_shot over whole rows with a residual, followed by their RMSNorm in the same kernel.
+// received: like one_shot_norm, for inputs that a GEMM has already sent to all ranks (skinny_gemm_push).
+//
+// Thread k of a rank receives only what thread k of its peers sent, so the blocks of a grid need not run at the same
+// time or in any order. Sums are computed in float32 in the order of the ranks, so all ranks get the same bits.
 #include "push.cuh"
 
 union Values {

@@ -1,41 +1,43 @@
-// Attention of a decode step from the q, k, v product to its output, in one launch: norm and rotation of q and k, the
-// store of the new K and V, and attention over the paged cache (flash-decoding: Dao et al., 2023).
+// Attention of a decode step in one launch (flash-decoding: Dao et al., 2023). For each row, which has one query token,
+// the kernel norms and rotates q and k of the fused QKV product, stores the new K and V in the paged cache, and
+// computes softmax(scale * q @ K^T) @ V over the row's tokens for every query head. q, k and v are T (bf16 or f16), the
+// cache is T or e4m3, sums and softmax are float32.
 //
-// A cluster of blocks serves one KV head of one row. Tiles of 16 cached tokens are dealt to the cluster's warps in
-// turn. Each warp streams its tiles from memory straight into the registers of tensor-core instructions and keeps an
-// online softmax of its own. The new token's K and V are not read back from memory: they are one more partial result.
-// In the end the partial results of warps merge through shared memory, and those of blocks by pushing them to one
-// another.
+// A cluster of blocks serves one KV head of one row. The cluster's warps take tiles of 16 cached tokens in turn. Each
+// warp loads its tiles from global memory directly into the registers of `mma`, without shared memory, and keeps an
+// online softmax of its own. The new token's K and V are not read back from the cache: their score and value are one
+// more partial result. Finally the partial results are combined by an LSE merge: those of a block's warps through
+// shared memory, and those of a cluster's blocks through distributed shared memory.
 //
-// A long row is cut into splits (split-KV), by its own length alone. Its own cluster takes the first split; the others
-// are dealt to the spare clusters, which the grid has beyond the rows. The cluster that finishes last merges all splits
-// of the row.
+// A long row is cut into splits (split-KV). The number of splits depends on the row's length alone, not on the other
+// rows. The row's own cluster takes the first split. The grid has spare clusters in addition to one per row, and these
+// take the other splits. The cluster that finishes last merges all splits of the row.
 //
-// Lane 5 of warp 1 of the cluster's first block, with HEAD_DIM 128, 16-bit K and V, WARPS 4 and CLUSTER 2: the warp
-// takes the tiles 1, 9, 17, ... of its split (a STEP is 8). Of a tile's K the lane loads tokens 1 and 9 (g = lane / 4 =
-// 1), dimensions 8 to 15, 40 to 47, 72 to 79 and 104 to 111 (p = lane % 4 = 1); of its V tokens 2, 3, 10 and 11,
-// dimensions 8 to 15 and 72 to 79. Its scores are those of the query heads 2 and 3 with the tokens 1 and 9.
+// The tensor cores compute the scores as K [16 tokens, dims] @ q^T [dims, 8 heads] and the output as V^T [dims, 16
+// tokens] @ p^T [16 tokens, 8 heads], where p are the softmax weights. A product sums over its inner axis, so the order
+// of dimensions and tokens on that axis is free as long as both operands use the same one. The order is chosen so that
+// each thread loads 16 contiguous bytes. If K and V are e4m3, they are converted to f16 in registers, and so are q and
+// p, because f16 has more mantissa bits than bf16. Values of q beyond f16's range saturate.
 //
-// Scores are computed as K [16 tokens, dims] @ q^T [dims, 8 heads], the output as V^T [dims, 16 tokens] @ p^T [16
-// tokens, 8 heads]. Dimensions and tokens are summed over, so any order will do as long as both operands agree: each
-// thread loads 16 bytes that are contiguous in memory. K and V of 8 bits become f16 in registers, and so do q and p:
-// f16 has more mantissa bits than bf16; q saturates at f16's largest value.
+// Example: lane 5 of warp 1 of the cluster's first block, with HEAD_DIM 128, 16-bit K and V, WARPS 4 and CLUSTER 2. The
+// warp takes tiles 1, 9, 17, ... of its split (STEP is 8). With g = lane / 4 = 1 and p = lane % 4 = 1, the lane loads
+// from a tile's K tokens 1 and 9, dimensions 8 to 15, 40 to 47, 72 to 79 and 104 to 111; and from its V tokens 2, 3, 10
+// and 11, dimensions 8 to 15 and 72 to 79. It has the scores of query heads 2 and 3 with tokens 1 and 9.
 //
-// A head of 512 dimensions has two clusters: each reads all of K, in two pieces, and half of V. Without STORES the
-// layer attends to K and V of an earlier layer, which has stored those of the new token too: qkv has queries only.
+// A KV head of 512 dimensions has two clusters. Each reads all of K, in two pieces, and one half of V. With STORES 0
+// the layer has no K and V of its own: it attends to the cache of an earlier layer, which already contains the new
+// token, and qkv has queries only.
 //
-// ROUNDED: the output is rounded to FP8 as by quantize_groups.cu, with a scale for each head of 128 dimensions.
-//
-// -DHEAD_DIM: 64, 128, 256 or 512; -DSTORES: 0 or 1; -DGROUP: query heads of a KV head, at most 8; -DPAGE_SIZE: a power
-// of two; -DCLUSTER: blocks of a cluster; -DWARPS: of a block, at least 2; -DBLOCKS_OF_SM: blocks that a
-// multiprocessor's registers must suffice for; -DROUNDED: 0, or 1 where a block merges whole heads of 128 dimensions;
-// -DCACHE: fp8.cuh.
+// -DHEAD_DIM: 64, 128, 256 or 512. -DSTORES: 0 or 1. -DGROUP: query heads per KV head, at most 8. -DPAGE_SIZE: a power
+// of two. -DCLUSTER: blocks per cluster. -DWARPS: warps per block, at least 2. -DBLOCKS_OF_SM: resident blocks per SM
+// that the registers must allow. -DROUNDED=1: the output is rounded to FP8 as in quantize_groups.cu, with one scale per
+// head of 128 dimensions; a block must then merge whole heads of 128 dimensions. -DCACHE: see fp8.cuh.
 #include "cluster.cuh"
 #include "mma.cuh"
 #include "rounding.cuh"
 
 #define INF __int_as_float(0x7f800000)
-constexpr float LOG2_E = 1.44269504f;  // factor of scores, which become exponents of two
+constexpr float LOG2_E = 1.44269504f;  // factor of scores: the softmax uses exp2
 constexpr int THREADS = WARPS * 32;
 constexpr int TILE = 16;
 constexpr int VALUE_DIM = HEAD_DIM < 256 ? HEAD_DIM : 256;  // dimensions of V that a cluster has
@@ -44,37 +46,37 @@ constexpr int STRIPS = HEAD_DIM / 32 / VALUE_SPLIT;  // strips of 32 dimensions 
 constexpr int HALVES = VALUE_DIM / 64;         // strips of 64 dimensions of V, 8 of them in a thread
 constexpr int K_VALUES = 16 / sizeof(C);       // values of a load of K; four threads load a token
 constexpr int K_LOADS = HEAD_DIM / 4 / K_VALUES / VALUE_SPLIT;  // loads of a thread for a piece of a token's K
-// Values of a load of V; eight threads load a token.
+// Number of values that one load of V returns; eight threads load a token.
 constexpr int V_VALUES = K_VALUES < VALUE_DIM / 8 ? K_VALUES : VALUE_DIM / 8;
 constexpr int V_LOADS = VALUE_DIM / 8 / V_VALUES;
 constexpr int HALF = HEAD_DIM / 2;
 constexpr int PAIRS = HALF / 32;      // pairs (i, i + HALF) of dimensions, which are rotated together, in a lane
 constexpr int HEADS_AT_ONCE = HEAD_DIM > 128 ? 1 : (8 + WARPS - 1) / WARPS;  // query heads that a warp loads at once
-constexpr int STRIDE = HEAD_DIM + 8;  // values of a head in shared memory: neighbours in different banks
+constexpr int STRIDE = HEAD_DIM + 8;  // padded row of a head in shared memory: avoids bank conflicts
 constexpr int PARTIALS = WARPS + 1;   // the last is the new token's
 constexpr int VALUES = GROUP * VALUE_DIM;
-constexpr int STEP = CLUSTER * WARPS;      // tiles from one of a warp to its next
-constexpr int OWN_VALUES = VALUES / CLUSTER;    // neighbouring values of the output that a block merges
+constexpr int STEP = CLUSTER * WARPS;      // distance between successive tiles of a warp
+constexpr int OWN_VALUES = VALUES / CLUSTER;    // contiguous values of the output that a block merges
 constexpr int RECORD = OWN_VALUES + 2 * GROUP;  // floats of a block's partial result of a split: values, maxima, sums
 using M = Either<FP8, f16, T>::type;       // type of the tensor cores' operands
-// Registers of a thread: as many as BLOCKS_OF_SM blocks leave, but at most 160 in the clusters of few rows, so that a
-// block of quantized_gemv.cu fits beside one of these: a quarter of a multiprocessor has 16,384 registers, for two
-// warps of each kernel.
+// Registers per thread: as many as BLOCKS_OF_SM resident blocks allow. The configuration for few rows (CLUSTER 8, WARPS
+// 6) has at most 160, so that a block of quantized_gemv.cu can be resident on the same SM: each of the SM's four
+// partitions has 16,384 registers, which must suffice for two warps of each kernel.
 constexpr int LEFT = 65536 / (THREADS * BLOCKS_OF_SM) / 8 * 8;
 constexpr int REGISTERS = LEFT > 255 ? 255 : CLUSTER == 8 && WARPS == 6 ? 160 : LEFT;
-constexpr bool KEEP_Q = VALUE_SPLIT == 1 && WARPS * BLOCKS_OF_SM <= 12;  // q stays in registers, since there are enough
+constexpr bool KEEP_Q = VALUE_SPLIT == 1 && WARPS * BLOCKS_OF_SM <= 12;  // true: registers suffice to keep q in them
 
-// Division of long rows into splits. A row of more than 2 * `min_tiles` tiles has `num_kv_splits` splits, or as many as
-// it takes for splits of at least `min_tiles` and at most `max_tiles` tiles; never more than `max_splits`.
+// Rule for splitting long rows. A row of more than 2 * `min_tiles` tiles gets `num_kv_splits` splits; the number is
+// reduced or increased until a split has between `min_tiles` and `max_tiles` tiles, but never exceeds `max_splits`.
 struct Cutting {
   int num_kv_splits, min_tiles, max_tiles, max_splits;
 };
 
-// A split of a row, for a part of one KV head.
+// Work of a cluster: one split of a row, for one part of a KV head.
 struct Unit {
   int row, part, split, splits;
   int tile, tiles;  // first tile, and the end of the tiles
-  int position;     // the query's
+  int position;     // position of the query
   int first, end;   // range of the cached positions that the query sees
 
   // Set everything that follows from the row's length; row, part and split are set.
@@ -105,13 +107,14 @@ __device__ __forceinline__ long long place(const Cache& cache, int position) {
   return ((long long)page * PAGE_SIZE + position % PAGE_SIZE) * cache.token_stride;
 }
 
-// Offset of position `i` of a tile that begins at offset `start`; pages smaller than tiles are looked up each.
+// Offset of position `i` of a tile that begins at offset `start`. If a tile spans several pages, each position looks up
+// its own page.
 __device__ __forceinline__ long long place_in_tile(const Cache& cache, long long start, int tile, int i) {
   return PAGE_SIZE >= TILE ? start + i * cache.token_stride : place(cache, tile * TILE + i);
 }
 
-// Load a lane's part of a tile of K. Positions from `end` on read the last one before it, which is finite, and are
-// masked later.
+// Load a lane's part of a tile of K. Positions at or after `end` load the last valid position in their place, so that
+// their scores are finite; they are masked later.
 __device__ __forceinline__ void load_k(
     uint4 (&k)[2][K_LOADS], const Cache& cache, long long start, int tile, int end, int piece = 0) {
   int lane = threadIdx.x & 31;
@@ -142,8 +145,8 @@ __device__ __forceinline__ void load_v(uint4 (&v)[4][V_LOADS], const Cache& cach
   }
 }
 
-// Load a lane's part of q: of head lane / 4 the dimensions that the lane has of a piece of K. The loads are volatile so
-// that they stay in the loop: hoisted out of it, their results would need more registers than there are.
+// Load a lane's part of q: for head lane / 4, the dimensions of K that the lane holds. The loads are volatile so that
+// the compiler keeps them in the loop: hoisted out of it, their results would need more registers than there are.
 __device__ __forceinline__ void load_q(uint4 (&b)[STRIPS], const M (&q)[8][STRIDE], int piece = 0) {
   int lane = threadIdx.x & 31;
 #pragma unroll
@@ -158,7 +161,7 @@ __device__ __forceinline__ void load_q(uint4 (&b)[STRIPS], const M (&q)[8][STRID
 
 __device__ __forceinline__ unsigned word(uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-// The i-th pair of the dimensions that a lane has of a token's K.
+// Get the i-th pair of the dimensions of a token's K that a lane holds.
 __device__ __forceinline__ unsigned two_of_k(const uint4 (&k)[K_LOADS], int i) {
   if constexpr (FP8)
     return upcast(word(k[i / 8], i / 2 % 4), i & 1);
@@ -166,8 +169,9 @@ __device__ __forceinline__ unsigned two_of_k(const uint4 (&k)[K_LOADS], int i) {
     return word(k[i / 4], i % 4);
 }
 
-// The left operand of V^T for the i-th pair of a lane's dimensions: of its positions 0 and 1 the first dimension (a[0])
-// and the second one (a[1]), then of its positions 2 and 3.
+// Build the left operand V^T for the i-th pair of a lane's dimensions: a[0] has the pair's first dimension at the
+// lane's positions 0 and 1, a[1] the second dimension at the same positions; a[2] and a[3] have them at positions 2 and
+// 3.
 __device__ __forceinline__ void two_of_v(unsigned (&a)[4], const uint4 (&v)[4][V_LOADS], int i) {
   unsigned w[4];
 #pragma unroll
@@ -183,7 +187,7 @@ __device__ __forceinline__ void two_of_v(unsigned (&a)[4], const uint4 (&v)[4][V
   }
 }
 
-// q in the type of the tensor cores' operands.
+// Convert q to the type of the tensor cores' operands.
 template <int N> __device__ __forceinline__ Vec<N, M> operand(const Vec<N>& x) {
   if constexpr (Same<M, T>::value) {
     return x;
@@ -196,7 +200,8 @@ template <int N> __device__ __forceinline__ Vec<N, M> operand(const Vec<N>& x) {
   }
 }
 
-// A lane's part of a head: PAIRS dimensions of its first half, and those of the second half that belong to them.
+// A lane's part of a head: PAIRS dimensions of its first half, and the dimensions of the second half that are rotated
+// with them.
 struct Head {
   Vec<PAIRS> low = {}, high = {};
   __device__ __forceinline__ void load(const T* in) {
@@ -205,7 +210,7 @@ struct Head {
   }
 };
 
-// Norm a head, if there is a weight, and rotate it.
+// Apply RMSNorm to a head, if there is a weight, and then the rotary embedding.
 __device__ __forceinline__ void norm_rotate(Head& head, const W* norm, float eps, const float* angle) {
   int at = (threadIdx.x & 31) * PAIRS;
   Vec<PAIRS>&low = head.low, &high = head.high;
@@ -231,8 +236,8 @@ __device__ __forceinline__ void norm_rotate(Head& head, const W* norm, float eps
   }
 }
 
-// The transposed 8 x 8 matrix of 16-bit values: a thread gives (row g; columns 2p, 2p + 1) and takes (rows 2p, 2p + 1;
-// column g).
+// Transpose an 8 x 8 matrix of 16-bit values across a warp: a thread passes (row g; columns 2p, 2p + 1) and gets (rows
+// 2p, 2p + 1; column g).
 __device__ __forceinline__ unsigned transpose(unsigned pair) {
   unsigned out;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(pair));
@@ -249,24 +254,24 @@ __device__ __forceinline__ float column_sum(float x) {
   return x;
 }
 
-// Prefetch up to 4 KiB into L2, a line of 128 bytes by each lane.
+// Prefetch up to 4 KiB into L2; each lane prefetches one line of 128 bytes.
 __device__ __forceinline__ void prefetch(const void* from, int bytes) {
   int at = (threadIdx.x & 31) * 128;
   if (at < bytes) asm volatile("prefetch.global.L2 [%0];" ::"l"((const char*)from + at));
 }
 
-// Swizzle of partial results: values d and d + 1 of a head, d even, lie at d ^ swap(head), so that lanes which store
-// different heads at the same time use different banks.
+// Swizzle of partial results in shared memory: values d and d + 1 of a head (d even) are stored at d ^ swap(head), so
+// that lanes that store different heads at the same time use different banks.
 __device__ __forceinline__ int swap(int head) { return head & 6; }
 
-// Load what another block wrote, bypassing L1.
+// Load a value that another block wrote, bypassing L1.
 __device__ __forceinline__ float load_fresh(const float* from) {
   float x;
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(from));
   return x;
 }
 
-// Offset in the output of a cluster's i-th value from its first one.
+// Offset of a cluster's i-th output value, relative to its first one.
 __device__ __forceinline__ int place_of_value(int i) {
   return VALUE_SPLIT == 1 ? i : i / VALUE_DIM * HEAD_DIM + i % VALUE_DIM;
 }
@@ -278,7 +283,8 @@ struct Output {
   float* scales;  // scales of the query heads, `stride` floats apart
   int stride;
 
-  // Store y / sum, N neighbouring values from the cluster's i-th on. ROUNDED: a warp has a head, a lane four values.
+  // Store y / sum: N contiguous values from the cluster's i-th on. If ROUNDED, a warp has a head and a lane four
+  // values.
   template <int N> __device__ __forceinline__ void store(int i, const float (&y)[N], float sum) const {
     Vec<N> value;
 #pragma unroll
@@ -292,7 +298,7 @@ struct Output {
     }
   }
 };
-constexpr int RUN = ROUNDED ? 4 : 1;  // neighbouring values that a thread merges
+constexpr int RUN = ROUNDED ? 4 : 1;  // contiguous values that a thread merges
 
 // Merge the records of a row's splits into this block's share of the output.
 __device__ __forceinline__ void merge_splits(const Output& to, const float* records, int splits) {
@@ -316,12 +322,13 @@ __device__ __forceinline__ void merge_splits(const Output& to, const float* reco
   }
 }
 
-// Find the index-th of all splits that are not the first of their row, by a whole warp; false if there are fewer.
+// Find the index-th split among all splits that are not the first of their row; false if there are fewer. Called by a
+// whole warp.
 __device__ __forceinline__ bool find_split(
     Unit& unit, int index, const int* lengths, int rows, int parts, int window, const Cutting& cutting) {
   int left = index / parts, lane = threadIdx.x & 31, longest = 0;
 #pragma unroll 8
-  // First a quick look at the longest row, since mostly none is cut.
+  // Fast path: check the longest row first, because usually no row is split.
   for (int row = lane; row < rows; row += 32) longest = max(longest, lengths[row]);
   if (!__any_sync(0xffffffffu, longest / TILE >= 2 * cutting.min_tiles)) return false;
   unit.part = index % parts;
@@ -346,12 +353,12 @@ __device__ __forceinline__ bool find_split(
   return false;
 }
 
-// grid: (CLUSTER, KV heads * VALUE_SPLIT, rows + spare clusters of each). `lengths` [rows] include the new token.
-// `window`: positions that a query sees, its own included; 0: all. `sinks` [heads]: attention sinks, a score of each
-// query head whose value is 0; for STORES only. `v_eps`: each head of v is divided by its root mean square with this
-// eps; negative: it is not. `records` [rows * gridDim.y, CLUSTER, max_splits, RECORD] are partial results of splits;
-// `counters` [rows * gridDim.y, CLUSTER] of finished splits are zero before and after. `scales` [heads, scales_stride],
-// by row.
+// Grid: (CLUSTER, KV heads * VALUE_SPLIT, rows + spare clusters per part). `lengths` [rows] include the new token.
+// `window`: number of positions that a query sees, its own included; 0 means all. `sinks` [heads]: attention sinks, one
+// extra score per query head whose value is 0; only with STORES. `v_eps`: each head of v is divided by its root mean
+// square with this eps; a negative value turns this off. `records` [rows * gridDim.y, CLUSTER, max_splits, RECORD] hold
+// the partial results of splits. `counters` [rows * gridDim.y, CLUSTER] count finished splits; they are zero before and
+// after the launch. `scales` [heads, scales_stride] are the scales of a ROUNDED output, one column per row.
 extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
     const T* qkv, const long long* slots, const int* lengths, const int* page_table, long long table_stride, int rows,
     const float* cos_sin, OPTIONAL const W* q_norm, OPTIONAL const W* k_norm, float eps, float v_eps, C* k_cache,
@@ -394,12 +401,13 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
       start = place(cache, tile * TILE);
       load_k(k, cache, start, tile, unit.end), load_v(v, cache, start, tile, unit.end);
     }
-    // Few short rows leave the memory idle, so the successor may load weights now. Else it would delay the loads below.
+    // With few short rows, memory bandwidth is unused, so the successor may load its weights now. With more work, its
+    // loads would delay the loads below.
     bool starts_early = CLUSTER == 8 && unit.splits == 1;
     if (starts_early) start_successor();
     int ahead = max(min(tile + STEP, tiles - 1), 0);
-    long long next_start = place(cache, ahead * TILE);  // a page's number is read a tile ahead
-    // Prefetch constants, which weights have evicted from L2 since the layer before.
+    long long next_start = place(cache, ahead * TILE);  // a page's index is read one tile early
+    // Prefetch constants: the weights read since the previous layer have evicted them from L2.
     const float* angle = cos_sin + (long long)unit.position * HEAD_DIM;
     if (HEAD_DIM <= 128) {  // wider heads have no registers left
       if (warp == 0) prefetch(angle, HEAD_DIM * 4);
@@ -466,7 +474,8 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
 
     uint4 kept[STRIPS];
     if (KEEP_Q) load_q(kept, q);
-    // A lane has the heads 2p and 2p + 1: highest score, sum, and of the output dimensions g and g + 8 of each 16.
+    // A lane has heads 2p and 2p + 1: their highest score, their sum, and dimensions g and g + 8 of each 16 dimensions
+    // of the output.
     float highest[2] = {-INF, -INF}, sum[2] = {}, o[HALVES * 4][4] = {};
 
     for (; tile < tiles; tile += STEP) {
@@ -498,7 +507,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         s[i] = low_in ? s[i] * scale : -INF, s[i + 2] = high_in ? s[i + 2] * scale : -INF;
-        // Finite: every tile has a position that counts.
+        // `higher` is finite: every tile has at least one position that is not masked.
         float higher = fmaxf(highest[i], column_max(fmaxf(s[i], s[i + 2])));
         float fade = exp2f(highest[i] - higher);
         highest[i] = higher;
@@ -519,7 +528,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
 
     if (!starts_early) start_successor();
 
-    // The warps' partial results merge, with that of the new token.
+    // Merge the partial results of the warps and of the new token.
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       int head = (lane & 3) * 2 + i;
@@ -538,7 +547,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
       if (has_new) {
         float dot = 0.f;
         for (int d = lane; d < HEAD_DIM; d += 32) dot += to_float(q[head][d]) * to_float(new_k[d]);
-        // The sink counts once in a row: beside the new token.
+        // The sink counts once per row: in the partial result of the new token.
         float score = warp_sum(dot) * scale, sink = sinks ? to_float(sinks[kv_head * GROUP + head]) * LOG2_E : -INF;
         best = fmaxf(score, sink), share = exp2f(score - best), sum = share + exp2f(sink - best);
       }
@@ -552,7 +561,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
     float* record = records_of_row + unit.split * RECORD;
     if (CLUSTER > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all blocks have begun
 #pragma unroll
-    for (int i = threadIdx.x * 4; i < VALUES; i += THREADS * 4) {  // four neighbours each
+    for (int i = threadIdx.x * 4; i < VALUES; i += THREADS * 4) {  // four contiguous values per thread
       int head = i / VALUE_DIM, d = i % VALUE_DIM;
       float best = partial_max[WARPS][head];
 #pragma unroll
@@ -585,7 +594,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
         }
       }
     }
-    if (CLUSTER > 1) {  // each block merges its share of the blocks' partial results
+    if (CLUSTER > 1) {  // each block merges its own values of all blocks' partial results
       asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
       for (int j = threadIdx.x * RUN; j < OWN_VALUES; j += THREADS * RUN) {
         int i = rank * OWN_VALUES + j, head = i / VALUE_DIM;
@@ -611,7 +620,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
     if (splits > 1) {
       __syncthreads();
       if (threadIdx.x == 0) {
-        __threadfence();  // the record is there before it is counted
+        __threadfence();  // make the record visible before counting it
         int* counter = counters + pair * CLUSTER + rank;
         is_last = atomicAdd(counter, 1) == splits - 1;
         if (is_last) *counter = 0, __threadfence();

@@ -1,19 +1,23 @@
-// Products of FP8 with FP8 on Hopper: y [M, N] = x [M, K] @ weight [N, K]^T, both e4m3 with scales.
+// FP8 GEMM on Hopper: y [M, N] = x [M, K] @ weight [N, K]^T. x and the weight are e4m3 with float32 scales; y is T.
+// GROUP 128: x has a scale for each 128 columns of a row, the weight one for each block of 128 rows and columns.
+// GROUP 0: x and the weight have one scale per row.
 //
-// It is divided as quantized_gemm.cu is, but the tensor cores multiply what is stored: both operands of wgmma lie in
-// the ring, of whose stages each line of 128 columns is a matrix, swizzled. Their sums have fewer bits than float32, so
-// those of a line are added to others in registers, multiplied by the scales of its columns: GROUP 128, of the weight's
-// blocks of 128 rows and of x's rows; or GROUP 0, one scale for a row of each, at the end. A warpgroup waits for its
-// products; others multiply meanwhile.
+// Blocks, clusters (split-K), warpgroups and the ring are as in quantized_gemm.cu. The weight is not converted: both
+// operands of wgmma are FP8 matrices in the ring. A stage consists of lines, swizzled matrices of 128 columns. The
+// tensor cores accumulate FP8 products with fewer bits than float32. Therefore the sums of each line are added to
+// float32 sums in registers; with GROUP 128 they are multiplied by the line's scales first, with GROUP 0 the scales are
+// applied once, after the main loop. A warpgroup waits for its own wgmma, while the other warpgroups keep the tensor
+// cores busy.
 //
-// K is a multiple of BLOCK_K and at most 32,768, BLOCK_K one of 128. GATED: see sums.cuh; half of N is a multiple
-// of 64 then, and of a warpgroup's rows the gates lie in one block of scales, and so do the others.
+// K must be a multiple of BLOCK_K and at most 32,768, and BLOCK_K a multiple of 128. GATED: see sums.cuh; N / 2 must
+// then be a multiple of 64, so that the gates of a warpgroup's rows share one block of scales, and their ups another.
 #include "ring.cuh"
 #include "fp8_product.cuh"
 
-constexpr int LINES = BLOCK_K / LINE;              // of a stage
-constexpr int PART_LINES = LINES / K_PARTS;        // that a warpgroup multiplies: 1 or 2
-constexpr bool AHEAD_OF_PRODUCTS = GROUP && PART_LINES * TILES <= 8;  // registers suffice to fetch the scales of x so
+constexpr int LINES = BLOCK_K / LINE;              // lines of a stage
+constexpr int PART_LINES = LINES / K_PARTS;        // lines of a stage that a warpgroup multiplies: 1 or 2
+// True if registers suffice to load the scales of x before waiting for the products.
+constexpr bool AHEAD_OF_PRODUCTS = GROUP && PART_LINES * TILES <= 8;
 constexpr int X_LINE = M_MAX * LINE;               // bytes
 constexpr int W_LINE = BLOCK_N * LINE;
 constexpr int S_LINE = GROUP ? M_MAX * 4 : 0;
@@ -22,7 +26,7 @@ constexpr int STAGE = (S_AT + LINES * S_LINE + 1023) / 1024 * 1024;
 
 extern __shared__ __align__(1024) unsigned char memory[];  // the ring; then the sums
 
-// Rows of a gated weight, seen as [N / 16, 2, 8, K]: eight gates, then the eight that they are for.
+// Copy rows of a gated weight, viewed as [N / 16, 2, 8, K]: eight gates, then the eight ups that belong to them.
 __device__ __forceinline__ void copy_groups(void* to, const TensorMap& map, int column, int group, Barrier* barrier) {
   asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
                "[%1, {%2, %3, %3, %4}], [%5];"
@@ -30,8 +34,9 @@ __device__ __forceinline__ void copy_groups(void* to, const TensorMap& map, int 
                : "memory");
 }
 
-// Scales of the weight's blocks in the lines of a block of threads: of 64 rows of the weight each, of a gated one those
-// of the gates, then the others. They are copied before the predecessor ends: a load in the loop would be waited for.
+// Scales of the weight for all lines of a thread block: one per line for each 64 rows of the weight; a gated weight has
+// one for the gates and one for the ups. They are copied before the predecessor ends, because loads from global memory
+// in the main loop would stall it.
 constexpr int MOST_LINES = (1 << 15) / LINE / SPLIT + LINES;
 constexpr int HALVES = GATED ? 2 : 1;
 struct BlockScales { float of[ROW_GROUPS][HALVES][MOST_LINES]; };
@@ -51,8 +56,8 @@ __device__ __forceinline__ void copy_scales(
       }
 }
 
-// GROUP: x_scales is [K / 128, x_stride], w_scales [N / 128, K / 128]. Else they are [x_stride] and [N]. x_stride is a
-// multiple of M_MAX.
+// With GROUP 128, x_scales is [K / 128, x_stride] and w_scales [N / 128, K / 128]. With GROUP 0 they are [x_stride] and
+// [N]. x_stride is a multiple of M_MAX.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fp8_gemm(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, const float* x_scales,
     int x_stride, const float* w_scales, OPTIONAL const T* bias, OPTIONAL const T* residual, T* out, int M, int x_rows,
@@ -107,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fp8_gemm(
   int group = (warp >> 2) % ROW_GROUPS, part = (warp >> 2) / ROW_GROUPS;  // rows of the weight, lines of a stage
   const float* low = block_scales.of[group][0] + part * PART_LINES;
   const float* high = block_scales.of[group][HALVES - 1] + part * PART_LINES;
-  // Addresses in the ring's first stage; those of descriptors are the same in all lanes.
+  // Addresses in the first stage of the ring; those of descriptors are uniform across the warp.
   const unsigned char* scales = memory + S_AT + part * PART_LINES * S_LINE + (lane & 3) * 8;
   unsigned fulls = shared_address(ring.full), empties = shared_address(ring.empty);
   unsigned x = (unsigned)descriptor(shared_address(memory) + part * PART_LINES * X_LINE);

@@ -1,20 +1,20 @@
-// Products of FP8 with FP8 on Hopper by a persistent grid: y [M, N] = x [M, K] @ weight [N, K]^T, both e4m3. x has a
-// scale for each 128 columns of a row, the weight one for each block of 128 rows and columns.
+// Persistent FP8 GEMM on Hopper: y [M, N] = x [M, K] @ weight [N, K]^T. x and the weight are e4m3 with float32 scales:
+// x has a scale for each 128 columns of a row, the weight one for each block of 128 rows and columns. y is T.
 //
 // A tile of y has x_rows rows of x, at most BLOCK_M, and BLOCK_N rows of the weight. A stage of the ring holds one line
-// of it, 128 columns of K. Each of the three consumer warpgroups multiplies 64 rows of x by wgmma. The tensor cores'
-// sums have fewer bits than float32, so the result of each line, times its scales, is added to float32 sums in
-// registers; meanwhile the tensor cores multiply for the other warpgroups. x is the left operand, so a lane's values
-// belong to two rows of x, and it loads the scales of these two only. The fourth warpgroup, the producer, gives its
-// registers to the others.
+// of both operands: 128 columns of K. Each of the three consumer warpgroups multiplies 64 rows of x by wgmma. The
+// tensor cores accumulate FP8 products with fewer bits than float32, so the sums of each line, times its scales, are
+// added to float32 sums in registers. While one warpgroup does so, the tensor cores work for the others. x is the left
+// operand, so the values of a lane belong to two rows of x, and it needs the scales of these two rows only. The fourth
+// warpgroup is the producer; it gives its registers to the consumers.
 //
-// A cluster of two blocks computes two tiles with the same rows of x; each block loads half of these rows for both
-// (multicast). In each wave every cluster computes such a pair. The pairs of the last wave, from `whole` on, may leave
-// clusters without work: then each is divided along K among `splits` clusters (split-K), which exchange their sums
-// through memory.
+// A cluster of two blocks computes a pair of tiles with the same rows of x; each block loads half of these rows into
+// both blocks by multicast. In each wave every cluster computes one pair. The last wave may have fewer pairs than there
+// are clusters. Its pairs, from index `whole` on, are then divided along K among `splits` clusters each (split-K),
+// which exchange their sums through global memory.
 //
-// GATED: y [M, N / 2] = activation(gate) * up; a tile has 64 rows of the weight that are gates, then the 64 ups that
-// belong to them. N and K are multiples of 128, K at most 32,768.
+// GATED: y [M, N / 2] = activation(gate) * up. A tile then has 64 rows of gates, followed by the 64 rows of their ups.
+// N and K must be multiples of 128, K at most 32,768.
 #include "mma.cuh"
 #define RIGHT_ROWS 128
 #include "fp8_product.cuh"
@@ -50,7 +50,7 @@ __device__ __forceinline__ constexpr int column_tile(int quarter, int i) {
   return GATED ? i / 2 * 8 + quarter * 2 + i % 2 : quarter * 4 + i;
 }
 
-// A block computes this in a wave: a tile, or a part of its lines.
+// Work of a block in one wave: a tile, or a part of a tile's lines.
 struct Work {
   int x;          // the tile's first row of x
   int w;          // index of its BLOCK_N rows of the weight
@@ -85,7 +85,7 @@ struct Schedule {
   }
 };
 
-// All lines that a block multiplies, wave after wave.
+// Iterator over all lines that a block multiplies, wave after wave.
 struct Lines {
   const Schedule& schedule;
   Work work;
@@ -98,7 +98,8 @@ struct Lines {
   }
 };
 
-// Copy a box of a matrix to the same place in both blocks of the cluster; the barrier at this place counts it in each.
+// Copy a box of a matrix to the same shared-memory address in both blocks of the cluster (multicast). In each block the
+// mbarrier at the address of `barrier` counts the bytes.
 __device__ __forceinline__ void copy_box_to_both(
     void* to, const TensorMap& map, int column, int row, Barrier* barrier) {
   asm volatile(
@@ -163,13 +164,13 @@ __device__ __forceinline__ void meet_splits(int* counter, int splits) {
   meet_warpgroup();
 }
 
-// True if this block stores a quarter of its tile's warps: the clusters that divide a tile share the quarters out.
+// True if this block stores this quarter of its tile. Clusters that divide a tile among them take the quarters in turn.
 __device__ __forceinline__ bool owns(const Work& work, int quarter, int splits) {
   return !work.divided || quarter % splits == work.split;
 }
 
-// Add up the sums of a divided tile: store the quarters that other clusters own, and add theirs to the own ones, always
-// in the same order. `partial` is [slots, splits, QUARTERS, 4, CONSUMERS] float4.
+// Add up the sums of a divided tile: write the quarters that other clusters own to `partial`, and add what they wrote
+// to this block's own quarters, always in the same order. `partial` is [slots, splits, QUARTERS, 4, CONSUMERS] float4.
 __device__ __forceinline__ void exchange_sums(
     Sums& sums, const Work& work, int splits, float4* partial, int* counters) {
   partial += (long long)work.slot * splits * QUARTERS * 4 * CONSUMERS + threadIdx.x;
@@ -205,7 +206,7 @@ struct Epilogue {
   const T* bias;
   const T* residual;
   T* out;
-  int end, N;       // behind the tile's last row of y; columns of the product
+  int end, N;       // end of the tile's rows of y; columns of the product
   uint4 before[QUARTERS][COPIES];  // values of the residual
 
   // Find a lane's copy of a quarter in y and in the warp's staging memory; false if y has no such values.
@@ -320,7 +321,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) fp8_persistent_
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
     int group = warp >> 2, row = warp * 16;  // row: the warp's first among the tile's rows of x
-    // Copy the weight's scales of a wave to shared memory, a wave ahead: the main loop would wait for them.
+    // Copy the weight's scales of a wave to shared memory, one wave early, so that the main loop does not wait for
+    // them.
     auto copy_scales = [&](const Work& work, int wave) {
 #pragma unroll
       for (int half = 0; half < HALVES; ++half) {
@@ -333,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) fp8_persistent_
                        : "memory");
       }
     };
-    // Addresses in the ring's first stage; those in descriptors are the same in all lanes.
+    // Addresses in the first stage of the ring; those in descriptors are uniform across the warp.
     unsigned x_scales_at = shared_address(memory) + S_AT + (row + lane / 4) * 4;
     unsigned w_scales_at = shared_address(w_scale_of[group]);
     unsigned fulls = shared_address(full), empties = address_in(lane % CLUSTER, empty);

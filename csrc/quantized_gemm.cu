@@ -1,19 +1,21 @@
-// Products with quantized weights on Hopper: y [M, N] = x [M, K] @ weight [N, K]^T, multiplied in T.
+// GEMM with a quantized weight on Hopper: y [M, N] = x [M, K] @ weight [N, K]^T. x and y are T (bf16 or f16), the
+// weight is packed (quantized.cuh) and dequantized to T in registers, sums are float32.
 //
-// A block computes BLOCK_N columns of y, which are rows of the weight, for x_rows rows of x, at most M_MAX; the SPLIT
-// blocks of a cluster divide K. A stage of the ring (ring.cuh) has BLOCK_K columns of the packed weight
-// (quantized.cuh), of its scales, and of x, which arrives swizzled. A warpgroup decodes 64 rows of the weight to T in
-// registers, scaled where groups have scales: they are the left operand of wgmma, and x in the ring is the right one.
-// K_PARTS warpgroups divide the columns of a stage and add up their sums behind the main loop: a lone warpgroup would
-// wait for its own wgmma. The epilogue is that of sums.cuh.
+// A block computes BLOCK_N columns of y, which are rows of the weight, for x_rows rows of x, at most M_MAX. The SPLIT
+// blocks of a cluster divide K (split-K). A stage of the ring (ring.cuh) has BLOCK_K columns of the packed weight, of
+// its scales and of x; TMA swizzles x. A consumer warpgroup decodes 64 rows of the weight and applies the scales of
+// groups, if there are any. The decoded rows are the left operand of wgmma, in registers; x in the ring is the right
+// operand. K_PARTS warpgroups share the same 64 rows: each takes a part of a stage's columns, and their sums are added
+// after the main loop. With one warpgroup alone, decoding would have to wait for that warpgroup's own wgmma. The
+// epilogue is in sums.cuh.
 //
-// The main loop is software-pipelined by phases of one or two wgmma each. While wgmma works on one phase, the next one
-// is decoded, also across stages, from words that were loaded a phase earlier. Decoding competes with wgmma for issue
-// slots, so every instruction of the loop counts. Slots and descriptors follow from numbers that the compiler knows to
-// be the same in all lanes, so that it keeps them in constants or uniform registers, at one instruction for each wgmma;
-// a branch that it cannot prove to be uniform would prevent that.
+// The main loop is software-pipelined in phases of one or two wgmma. While wgmma works on one phase, the warpgroup
+// decodes the next one, across stages too, from words that were loaded one phase earlier. Decoding competes with wgmma
+// for issue slots, so every instruction of the loop counts. Slot indices and descriptors are computed only from values
+// that the compiler knows to be uniform across the warp. It then keeps them in constants or uniform registers, which
+// costs one instruction per wgmma. A branch that it cannot prove uniform would prevent this.
 //
-// K is a multiple of BLOCK_K, which is one of GROUP. T is bf16 or f16.
+// K must be a multiple of BLOCK_K, and BLOCK_K a multiple of GROUP.
 #include "ring.cuh"
 #include "left_product.cuh"
 #include "quantized.cuh"
@@ -26,8 +28,8 @@ constexpr int W_TILE = CHUNKS * CHUNK;             // bytes of the weight of a w
 constexpr int PRODUCTS = WEIGHT_BITS == 4 ? 1 : 2;  // wgmma of a phase
 constexpr int PHASE_K = PRODUCTS * 16;
 constexpr int PHASES = PART_K / PHASE_K;
-// Stages of an iteration of the main loop. Products with 4 bits are bound by instructions: where the ring has few
-// columns, an iteration has all of its stages, so that addresses are constants.
+// Stages per iteration of the main loop. With 4-bit weights the kernel is bound by instruction issue. If the whole ring
+// has few columns, the loop over its stages is unrolled completely, so that all addresses are constants.
 constexpr int UNROLL = WEIGHT_BITS == 4 && STAGES * PART_K <= 1024 ? STAGES : 1;
 constexpr int UNIT = GROUP ? GROUP : BLOCK_K;
 static_assert(UNIT % PHASE_K == 0 && PHASES % 2 == 0);
@@ -80,13 +82,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_gemm(
   uint4 chunk;
   unsigned words[2];  // scales of a phase's group for the lane's two rows
   Scaling low, high;
-  // Addresses of this thread's words and scales in the ring's first stage.
+  // Addresses of this thread's words and scales in the first stage of the ring.
   const unsigned char* weights = memory + X_STAGE + group * W_TILE + part * (W_TILE / K_PARTS) + (thread & 127) * 16;
   const unsigned char* scales_of = memory + X_STAGE + ROW_GROUPS * W_TILE + group * S_TILE +
                                    part * PART_K / UNIT * 256 + ((warp & 3) * 16 + (lane >> 2)) * 4;
   unsigned fulls = shared_address(ring.full), empties = shared_address(ring.empty);
   auto begins_group = [&](int phase) { return GROUP && phase * PHASE_K % UNIT == 0; };
-  // Load the words and scales that a phase decodes; its stage, at offset `at`, has arrived.
+  // Load the words and scales that a phase decodes. Its stage, at offset `at`, must have arrived.
   auto load_phase = [&](int at, int phase) {
     if (phase * PRODUCTS % STEPS == 0) chunk = *(const uint4*)(weights + at + phase * PRODUCTS / STEPS * CHUNK);
     if (begins_group(phase)) {
@@ -104,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_gemm(
       else decode_step(a[phase & 1][s], chunk, step, 0u, 0u);
     }
   };
-  // Low half of the descriptor of x in the ring's first stage, the same in all lanes.
+  // Low half of the descriptor of x in the first stage of the ring; uniform across the warp.
   unsigned first_x = __shfl_sync(~0u, (unsigned)descriptor(shared_address(memory) + part * (PART_K / 64 * BOX)), 0);
   wait(fulls, 0);
   load_phase(0, 0);
@@ -128,10 +130,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_gemm(
         }
         commit_products();
         wait_products<1>();
-        // All wgmma of the stage before, if there is one, have ended: its slot may be filled again.
+        // All wgmma that read the previous stage have ended, so the producer may refill its slot.
         if (phase == 0) arrive(empties + before * 8, lane == 0 && left < count);
         decode_phase((phase + 1) % PHASES);
-        // After the last stage the loads below read a stale slot, which is harmless: nobody uses the words.
+        // After the last stage the loads below read stale words from a slot. This is harmless: the words are not used.
         if (phase + 2 == PHASES && left > 1) wait(fulls + next * 8, parity ^ (next == 0));
         load_phase(phase + 2 < PHASES ? at : next_at, (phase + 2) % PHASES);
       }

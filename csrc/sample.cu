@@ -1,17 +1,19 @@
-// Sampling in two launches: sample_partials reads every group of GROUP logits once, and sample_choose reads again the
-// few groups that can matter.
+// Sampling of one token per row from logits [rows, vocab], in two launches. sample_partials reads all logits once and
+// summarizes each group of GROUP logits, one warp per group. sample_choose has one block per row; it reads again only
+// the few groups that can contain the sampled token or decide the filters.
 //
-// The token is found by inverting the cumulative distribution, in vocabulary order, of the tokens that the filters
-// keep, at a uniform number that depends on seed and position alone; at temperature 0 it is the first of the largest
-// logits. See engine/sampler.py for the meaning of the filters.
+// The token is sampled by inverting the cumulative distribution of the tokens that top-k, top-p and min-p keep, in
+// vocabulary order, at a uniform number that depends on seed and position alone. At temperature 0 it is the first of
+// the largest logits. engine/sampler.py defines the filters.
 //
-// All filters together are one limit on the distance from the largest logit, (max - x) / temperature, as a 32-bit
-// integer. Cheap bounds on it come first. If they leave few tokens, each is compared with all others; if many, the
-// limit is searched by histograms (a radix select), most significant bits first. All sums that decide are integers, so
-// their order does not matter and equal input gives equal tokens. -DTHREADS: of a block of sample_choose, 512 or 1024.
+// The filters together amount to one limit on the distance from the largest logit, (max - x) / temperature, as a 32-bit
+// integer: tokens within the limit are kept. First the kernel computes cheap bounds on the limit. If few tokens lie
+// within the bounds, each is compared with all others. If there are many, the limit is found by a radix select: by
+// histograms, most significant bits first. All sums that decide are integers, so the order of additions does not
+// matter, and equal input gives equal tokens. -DTHREADS: threads per block of sample_choose, 512 or 1024.
 //
-// Logits may be divided among -DRANKS GPUs by vocabulary: each GPU runs sample_partials on its own logits, the partials
-// are gathered, and sample_choose reads the few groups that matter from the GPU that has them.
+// The vocabulary may be divided among -DRANKS GPUs. Each GPU then runs sample_partials on its own logits, the partials
+// are gathered, and sample_choose reads the few groups that it needs from the GPUs that hold them.
 #include "common.cuh"
 
 #ifndef RANKS
@@ -21,7 +23,7 @@
 #define INF __int_as_float(0x7f800000)
 using u64 = unsigned long long;
 
-constexpr int GROUP = 512;          // neighbouring logits, read by one warp at a time
+constexpr int GROUP = 512;          // contiguous logits, read by one warp at a time
 constexpr int PER_LANE = GROUP / 32;
 constexpr int MAX_GROUPS = 2048;    // groups per row
 constexpr int PARTIAL_WARPS = 8;    // warps per block of sample_partials
@@ -32,7 +34,7 @@ constexpr int FEW = 512;                  // tokens that are compared with each 
 constexpr int BINS = 2048;                // bins of a histogram
 constexpr int FIRST_SHIFT = 21;           // 32 bits less the 11 of a bin
 constexpr float STEPS = 0x1p27f;          // steps of a distance in one nat
-constexpr unsigned FARTHEST = ALL - 1;    // 32 nats: what is farther weighs less than 1e-13 and is never kept
+constexpr unsigned FARTHEST = ALL - 1;    // 32 nats: farther tokens weigh less than 1e-13 and are never kept
 constexpr float SLACK_ONE = 0x1p18f;      // a bin's sum of (1 - weight / weight at its near end) in fixed point
 constexpr float MASS_ONE = 0x1p40f;       // the weight of the largest logit in sums of weights
 constexpr float EXCLUDED = -2e30f;        // logit of masked ids: finite, as in engine/logits_processing.py
@@ -50,10 +52,10 @@ struct Amount {  // number of some tokens, and the sum of their weights in fixed
 };
 
 struct Found {       // the bin in which the running amount reaches the wanted one
-  int bin;           // -1: it is never reached
-  unsigned count;    // in the bin
-  Amount before;     // the bin
-  Amount with;       // the bin included
+  int bin;           // index of the bin; -1: the amount is never reached
+  unsigned count;    // number of tokens in the bin
+  Amount before;     // amount of all bins before it
+  Amount with;       // amount with this bin included
 };
 
 struct Shared {
@@ -308,7 +310,7 @@ __device__ __forceinline__ void read_bins(const Shared& s, unsigned near, int sh
   }
 }
 
-// The first bin with which `before` and the bins up to it reach `wanted` tokens, or wanted mass.
+// Find the first bin at which the running amount, starting from `before`, reaches `wanted` tokens, or `wanted` mass.
 __device__ __forceinline__ Found find(const Amount* bins, Amount before, u64 wanted, bool by_mass, Shared& s) {
   Amount own = {0, 0}, total;
 #pragma unroll
@@ -329,7 +331,7 @@ __device__ __forceinline__ Found find(const Amount* bins, Amount before, u64 wan
   return found;
 }
 
-// Refine the bin found at the first level to the limit itself; `mass` becomes that of the wanted tokens.
+// Refine the bin found at the first level to the limit itself; set `mass` to the mass of the wanted tokens.
 __device__ __forceinline__ unsigned refine(
     const Row& row, Found found, u64 wanted, bool by_mass, unsigned cut, Shared& s, u64& mass) {
   unsigned near = (unsigned)found.bin << FIRST_SHIFT, far = min(near + ((1u << FIRST_SHIFT) - 1), cut);
@@ -338,7 +340,7 @@ __device__ __forceinline__ unsigned refine(
     Amount bins[BINS_PER_THREAD];
     read_bins<false>(s, near, shift, bins);
     Found inside = find(bins, found.before, wanted, by_mass, s);
-    if (inside.bin < 0) break;  // rounding of the masses: the whole bin
+    if (inside.bin < 0) break;  // not reached because masses are rounded: keep the whole bin
     found = inside;
     near += (unsigned)found.bin << shift, far = min(near + ((1u << shift) - 1), far);
     unsigned differ = s.detail[found.bin];
@@ -355,14 +357,15 @@ struct Filters {
   int top_k;            // vocab: no limit
   float top_p;
   unsigned min_p_limit; // the largest distance that min-p keeps
-  unsigned cut;         // no token beyond is kept, or needed to know what is
+  unsigned cut;         // tokens beyond this distance are neither kept nor needed to decide which are kept
   u64 mass;             // mass of all tokens
 
   __device__ __forceinline__ bool by_mass() const { return top_p < 1.f; }
   __device__ __forceinline__ u64 wanted(u64 mass) const { return max((u64)((double)top_p * (double)mass), 1ull); }
 };
 
-// Bounds from what is known of the groups. `total` is the mass of all tokens in units of the largest.
+// Compute bounds on the limit from the groups' partials. `total` is the mass of all tokens, in units of the mass of the
+// largest logit.
 __device__ __forceinline__ Filters
 find_bounds(const Row& row, int top_k, float top_p, float min_p, float total, Shared& s) {
   int vocab = row.logits.vocab;
@@ -370,7 +373,7 @@ find_bounds(const Row& row, int top_k, float top_p, float min_p, float total, Sh
   unsigned min_p_limit = min_p > 0.f ? min(clamped(-logf(min_p) * STEPS), FARTHEST) : FARTHEST;
   unsigned cut = by_count && by_mass ? FARTHEST : min_p_limit;  // top-p counts what min-p will drop
   if (by_count && top_k <= row.groups) {
-    // The k-th largest of the groups' maxima: k tokens are at least as large.
+    // Find the k-th largest of the groups' maxima: at least k tokens are as large as it.
     for (int group = threadIdx.x; group < row.groups; group += THREADS) {
       float mine = s.max[group];
       int larger = 0, equal = 0;
@@ -385,8 +388,10 @@ find_bounds(const Row& row, int top_k, float top_p, float min_p, float total, Sh
     cut = min(cut, row.distance(s.kth));
   }
   if (!by_count && by_mass) {
-    // Top-p drops more than all tokens of a weight below (1 - top_p) * total / vocab. A nearer distance will do
-    // if the groups that lie beyond it and what the others can have beyond it are still less. Each warp tries one.
+    // Top-p drops at least a mass of (1 - top_p) * total, so it drops all tokens that weigh less than
+    // (1 - top_p) * total / vocab: their mass is smaller. A smaller distance is a bound too, if the groups that lie
+    // wholly beyond it, plus the most that the other groups can have beyond it, weigh less than the dropped mass.
+    // Each warp tries one distance.
     float dropped = 0.999f * (1.f - top_p) * total, farthest = logf(vocab / dropped);
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     float nats = farthest * (warp + 1) / WARPS, at_most = GROUP * __expf(-nats), beyond = 0.f;
@@ -404,7 +409,7 @@ find_bounds(const Row& row, int top_k, float top_p, float min_p, float total, Sh
   return {by_count ? top_k : vocab, top_p, min_p_limit, cut, (u64)(total * MASS_ONE)};
 }
 
-// The tokens within the cut, if they are few. Returns their number, or more than FEW.
+// Collect the tokens within the cut. Returns their number; a result above FEW means that they are too many to collect.
 __device__ __forceinline__ int collect(const Row& row, unsigned cut, Shared& s) {
   int lane = threadIdx.x & 31;
   if (threadIdx.x == 0) s.tokens = 0;
@@ -428,7 +433,7 @@ __device__ __forceinline__ int collect(const Row& row, unsigned cut, Shared& s) 
   return s.tokens;
 }
 
-// The token among the few that were collected; `fallback` if there is none.
+// Sample a token from the few that were collected; returns `fallback` if no token is kept.
 __device__ __forceinline__ int choose_of_few(
     const Filters& filters, int count, long long seed, int position, int fallback, Shared& s) {
   int thread = threadIdx.x, end = (count + 3) & ~3;
@@ -475,7 +480,7 @@ __device__ __forceinline__ int choose_of_few(
   return s.token;
 }
 
-// Largest distance that the filters keep, by histograms.
+// Find the largest distance that the filters keep, by histograms.
 __device__ __forceinline__ unsigned find_limit(const Row& row, const Filters& filters, Shared& s) {
   unsigned cut = filters.cut, limit = min(cut, filters.min_p_limit);
   bool by_count = filters.top_k < row.logits.vocab;
@@ -496,7 +501,7 @@ __device__ __forceinline__ unsigned find_limit(const Row& row, const Filters& fi
   return limit;
 }
 
-// Each group's weight within the limit.
+// Compute each group's weight within the limit.
 __device__ __forceinline__ void weigh(const Row& row, unsigned limit, Shared& s) {
   int lane = threadIdx.x & 31;
   for (int group = threadIdx.x >> 5; group < row.groups; group += WARPS) {
@@ -514,7 +519,8 @@ __device__ __forceinline__ void weigh(const Row& row, unsigned limit, Shared& s)
   __syncthreads();
 }
 
-// The place at which the running weight exceeds a uniform part of the whole; `fallback` if nothing weighs anything.
+// Sample a token within the limit: find the first one at which the running mass exceeds a uniformly drawn part of the
+// total. Returns `fallback` if the total is 0.
 __device__ __forceinline__ int choose(
     const Row& row, unsigned limit, long long seed, int position, int fallback, Shared& s) {
   constexpr int THREAD_GROUPS = MAX_GROUPS / THREADS;
@@ -566,7 +572,7 @@ __device__ __forceinline__ int choose(
       if (__any_sync(ALL, chosen >= 0)) break;
       rest -= all;
     }
-    // Should rounding leave the target beyond all sums: the last with any weight.
+    // If rounding puts the target after all tokens, take the last token that has a mass.
     int found = __reduce_max_sync(ALL, chosen), end = __reduce_max_sync(ALL, last);
     if (lane == 0) s.token = found >= 0 ? start + found : end >= 0 ? start + end : fallback;
   }
@@ -574,8 +580,9 @@ __device__ __forceinline__ int choose(
   return s.token;
 }
 
-// One block a row, on each GPU with the same result: choose, append the token to the slot's sequence and advance its
-// length. With several GPUs the logits lie at `addresses`, each GPU's of `ids_of_rank` ids in `groups_of_rank` groups.
+// Sample a row's token by one block, append it to the slot's sequence and increment its length. With several GPUs all
+// of them compute the same result; the logits lie at `addresses`, and each GPU has `ids_of_rank` ids in
+// `groups_of_rank` groups.
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) sample_choose(
     const T* logits, OPTIONAL const long long* addresses, int ids_of_rank, int groups_of_rank, long long row_stride,
     OPTIONAL const unsigned* mask, const long long* slots, const float* temperature, const int* top_k,
@@ -596,7 +603,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) sample_cho
     Partial part = mine[group];
     s.max[group] = part.max, s.weight[group] = part.sum;
     unsigned other = ordered(part.max);
-    if (other > key || place == vocab) key = other, place = part.argmax;  // later groups lie behind
+    if (other > key || place == vocab) key = other, place = part.argmax;  // a thread's groups ascend
   }
   if (threadIdx.x < 4 && groups + threadIdx.x < MAX_GROUPS) s.max[groups + threadIdx.x] = -INF;
   unsigned top = __reduce_max_sync(ALL, key);

@@ -1,23 +1,25 @@
-// Skinny GEMM for the few rows of a small decode: y [M, N] = x [M, K] @ weight [N, K]^T, bound by reading the weight
+// Skinny GEMM for decode batches of a few rows: y [M, N] = x [M, K] @ weight [N, K]^T, with M up to M_MAX, which is 8
+// or 16. x, the weight and y are T (bf16 or f16), sums are float32. It is bound by memory bandwidth: the weight is read
 // once.
 //
-// A block computes BLOCK_N columns of y, which are rows of the weight; the CLUSTER blocks of a cluster divide K
-// (split-K). Weights stream through a ring in shared memory, 8 KB a stage, swizzled to avoid bank conflicts. The ring
-// is filled before the kernel waits for its predecessor, so the memory is never idle between kernels. Each warp
-// multiplies 16 rows of the weight with all of x on tensor cores; where BLOCK_N is 16, four warps divide the columns of
-// a stage. In the epilogue the cluster's blocks push their sums to one another, and each block adds up those of its own
-// columns in a fixed order.
+// A block computes BLOCK_N columns of y, which are rows of the weight. The CLUSTER blocks of a cluster divide K
+// (split-K). The weight streams through a ring in shared memory by cp.async, 8 KB per stage, swizzled to avoid bank
+// conflicts. The ring is filled before the kernel waits for its predecessor, so loads from memory continue across the
+// boundary between kernels. Each warp multiplies 16 rows of the weight with all of x by `mma`; if BLOCK_N is 16, four
+// warps divide the columns of a stage. In the epilogue the blocks of a cluster push their sums to one another, and each
+// block adds up the sums of its own columns in a fixed order, so results are deterministic.
 //
-// The weight is the left operand of `mma` (mma.cuh), x the right one. For example lane 5 of warp 1, with BLOCK_N 64 and
-// M_MAX 8: the warp has rows 16 to 31 of the block's 64, so the lane's sums acc[0] are y[2][17], y[3][17], y[2][25],
-// y[3][25] (g = 1, p = 1), over its block's part of K. With BLOCK_N 16 warp 1 has rows 0 to 15, and columns
-// 64 to 127 of a stage's 256: the lane's sums are those of y[2][1], y[3][1], y[2][9], y[3][9] over these columns.
+// The weight is the left operand of `mma` (mma.cuh), x the right one. Example: lane 5 of warp 1 (g = 1, p = 1) with
+// M_MAX 8. With BLOCK_N 64 the warp has rows 16 to 31 of the block's 64, so the lane's sums acc[0] are y[2][17],
+// y[3][17], y[2][25] and y[3][25], over its block's part of K. With BLOCK_N 16 the warp has rows 0 to 15 and columns 64
+// to 127 of a stage's 256: the lane has y[2][1], y[3][1], y[2][9] and y[3][9], summed over these columns.
 //
-// BLOCK_N: 64 for large weights, 16 for small ones, which then need no cluster to keep the multiprocessors busy.
-// NORM: x is RMS-normed: y = scale(x) * ((x * norm) @ weight^T), where the scale is known once all of x has been read.
-// GATED: the weight's first half gates its second: y [M, N / 2] = activation(gate) * up.
-// M is at most M_MAX (8 or 16), K a multiple of COLUMNS, N of 8 (GATED: of 16). T is bf16 or f16.
-// skinny_gemm_push: y is one rank's part of an all-reduce, and goes to the buffers of all -DRANKS GPUs (push.cuh).
+// BLOCK_N: 64 for large weights. For small weights it is 16, which gives enough blocks to fill all SMs without split-K.
+// NORM: x is RMS-normed: y = scale(x) * ((x * norm) @ weight^T). The scale is applied in the epilogue, because it is
+// known only after all of x has been read.
+// GATED: the first half of the weight's rows are gates, the second half their ups: y [M, N / 2] = activation(gate) *
+// up. K must be a multiple of COLUMNS, N of 8 (GATED: of 16).
+// skinny_gemm_push: y is one rank's part of an all-reduce and is sent to the buffers of all -DRANKS GPUs (push.cuh).
 #include "cluster.cuh"
 #include "mma.cuh"
 #include "tiles.cuh"
@@ -34,7 +36,7 @@ constexpr int WARPS_K = BLOCK_THREADS / 32 / WARPS_N;  // warps with the same ro
 constexpr int W_STAGE = BLOCK_N * LINE;      // bytes
 constexpr int X_STAGE = M_MAX * LINE;        // bytes
 constexpr int STAGE = W_STAGE + X_STAGE + (NORM ? LINE : 0);
-constexpr int STAGES_AHEAD = STAGES - 1;     // stages that are being loaded
+constexpr int STAGES_AHEAD = STAGES - 1;     // stages in flight
 constexpr int OWN_WEIGHT_ROWS = BLOCK_N / CLUSTER;  // rows of the weight whose sums a block adds up
 constexpr int OUTPUTS = GATED ? OWN_WEIGHT_ROWS / 2 : OWN_WEIGHT_ROWS;
 constexpr int TILES = M_MAX / 8;
@@ -44,7 +46,7 @@ extern __shared__ __align__(1024) unsigned char memory[];
 // Offset of 16 bytes of a line, swizzled by the line's number modulo 8.
 __device__ __forceinline__ int swizzled(int line, int part) { return line * LINE + ((part ^ (line & 7)) << 4); }
 
-// Copy 16 bytes; unlike copy_16 it asks L2 for no more than these.
+// Copy 16 bytes. Unlike copy_16 it does not prefetch the rest of the 128-byte line into L2.
 __device__ __forceinline__ void copy_async(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
@@ -98,7 +100,8 @@ __device__ __forceinline__ void multiply_stage(
 using Sums = float[CLUSTER * WARPS_K][OWN_WEIGHT_ROWS][M_MAX];
 using Squares = float[CLUSTER * BLOCK_THREADS / 32][NORM ? M_MAX : 2];  // by warp of the cluster and row of x
 
-// The main loop: this block's part of K; then all blocks exchange their sums, and those of the squares of x.
+// Multiply over this block's part of K (the main loop); then exchange the sums, and the sums of the squares of x, with
+// the other blocks of the cluster.
 __device__ __forceinline__ void multiply(
     Sums& sums, Squares& squares, const T* x, const T* norm, const T* weight, int M, int N, int K) {
   int rank = blockIdx.x, thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
@@ -154,8 +157,8 @@ __device__ __forceinline__ void multiply(
     multiply_stage(memory + i % STAGES * STAGE, acc, square, row_warp, sharer);
   }
 
-  // A lane has the sums of rows g and g + 8 of its warp's 16 rows of the weight, and of rows 2p and 2p + 1 of each
-  // eight rows of x.
+  // A lane has the sums of rows g and g + 8 of its warp's 16 rows of the weight with rows 2p and 2p + 1 of each eight
+  // rows of x.
   if (CLUSTER > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all blocks have begun
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -212,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) skinny_gemm(
 }
 
 #if RANKS > 1
-// NORM and GATED are 0. `received` of all_reduce.cu adds up what the GPUs have sent.
+// Send y to all GPUs; the kernel `received` in all_reduce.cu adds up what they have sent. NORM and GATED must be 0.
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) skinny_gemm_push(
     const T* x, const T* weight, const long long* addresses, int* control, int rank, long long buffer_bytes, int M,
     int N, int K) {

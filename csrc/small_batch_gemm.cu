@@ -1,24 +1,27 @@
-// GEMM for the tens of rows of a batch's decode, on Hopper: y [M, N] = x [M, K] @ weight [N, K]^T, M up to X_ROWS,
-// which is 32 or 64.
+// GEMM for decode batches of some tens of rows, on Hopper: y [M, N] = x [M, K] @ weight [N, K]^T, with M up to X_ROWS,
+// which is 32 or 64. x, the weight and y are T (bf16 or f16), sums are float32.
 //
-// A block computes BLOCK_N columns of y, which are rows of the weight; the SPLIT blocks of a cluster divide K
-// (split-K). One thread of a block, the producer, loads stages of 64 columns of the weight's rows and of all of x by
-// the tensor memory accelerator (TMA), which arrive swizzled in a ring in shared memory. The consumer, a warpgroup,
-// multiplies x (the left operand, with zeros beyond its M rows) with the weight's rows (the right one) by wgmma,
-// straight from the ring. In the epilogue the blocks of a cluster send their sums to one another, and each block adds
-// up the sums of its part of x's rows, in the order of the blocks.
+// A block computes BLOCK_N columns of y, which are rows of the weight. The SPLIT blocks of a cluster divide K
+// (split-K). One thread of a block, the producer, issues TMA loads of stages into a swizzled ring in shared memory; a
+// stage has 64 columns of the block's rows of the weight and of all rows of x. The consumer, one warpgroup, multiplies
+// by wgmma directly from the ring: x is the left operand, with zeros after its M rows, and the weight the right one. In
+// the epilogue the blocks of a cluster send their sums to one another. Each block adds up the sums of its part of x's
+// rows, in the order of the blocks, so results are deterministic.
 //
-// wgmma leaves the sums in registers as `mma` does (mma.cuh), 16 rows of x for each warp: lane 5 of warp 1 has acc[t]
-// of y[17][8t + 2], y[17][8t + 3], y[25][8t + 2] and y[25][8t + 3], columns counted from the block's first.
+// wgmma leaves the sums in registers in the layout of `mma` (mma.cuh), with 16 rows of x per warp. For example, acc[t]
+// of lane 5 of warp 1 has y[17][8t + 2], y[17][8t + 3], y[25][8t + 2] and y[25][8t + 3], where columns are counted from
+// the block's first one.
 //
-// Weights do not depend on the kernel before this one: the ring is filled with them before waiting for it.
+// The weight does not depend on the preceding kernel, so the producer fills the ring with it before it waits for that
+// kernel.
 //
-// Barriers: `full` of a stage completes when all of its bytes have arrived, `empty` when all warps have read them, and
-// `received` when the sums of all blocks have arrived, one bulk copy from each. So nothing needs a fence of the whole
-// device (to which a cluster barrier with `release` compiles), which costs most of a microsecond.
+// There are three kinds of mbarriers: `full` of a stage completes when all bytes of the stage have arrived, `empty`
+// when all warps have read it, and `received` when the sums of all blocks have arrived, in one bulk copy per block.
+// They make a device-wide fence unnecessary. A cluster barrier with `release` compiles to such a fence, which costs
+// most of a microsecond.
 //
-// GATED: the weight's first half gates its second: y [M, N / 2] = activation(gate) * up.
-// K is a multiple of 64, N of 8 (GATED: of 16). T is bf16 or f16.
+// GATED: the first half of the weight's rows are gates, the second half their ups: y [M, N / 2] = activation(gate) *
+// up. K must be a multiple of 64, N of 8 (GATED: of 16).
 #include "mma.cuh"
 #define RIGHT_ROWS BLOCK_N
 #include "shared_product.cuh"
@@ -28,15 +31,17 @@ constexpr int CONSUMERS = 128;             // threads: a warpgroup
 constexpr int WARPS = CONSUMERS / 32;
 constexpr int THREADS = CONSUMERS + 32;
 constexpr int W_STAGE = BLOCK_N * LINE;    // bytes
-constexpr int X_STAGE = X_ROWS * LINE;     // of 32 rows, wgmma reads the weight as 32 more rows; their sums are unused
+// Bytes of x in a stage. wgmma always reads 64 rows: if X_ROWS is 32, it reads the weight, which follows, as the other
+// 32 rows, and their sums are not used.
+constexpr int X_STAGE = X_ROWS * LINE;
 constexpr int STAGE = X_STAGE + W_STAGE;
 static_assert(STAGE >= 64 * LINE, "wgmma reads 64 rows");
 constexpr int OUTPUTS = GATED ? BLOCK_N / 2 : BLOCK_N;
 constexpr int STRIDE = BLOCK_N % 16 ? BLOCK_N : BLOCK_N + 8;  // floats of a row of sums, without bank conflicts
 constexpr int OWN_ROWS = (X_ROWS + SPLIT - 1) / SPLIT;  // rows of x, at most, whose sums a block adds up
-// Iterations in which the block's threads add these up, four sums each.
+// Iterations in which the block's threads add up these sums; a thread adds four per iteration.
 constexpr int TURNS = (OWN_ROWS * (OUTPUTS / 4) + CONSUMERS - 1) / CONSUMERS;
-constexpr bool FETCHES = !GATED && TURNS <= 16;  // the residual is loaded before the sums arrive: it fits registers
+constexpr bool FETCHES = !GATED && TURNS <= 16;  // true: the residual fits in registers and is loaded early
 
 extern __shared__ __align__(1024) unsigned char memory[];  // the ring; then the sums
 
@@ -96,14 +101,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) small_batch_gemm(
       for (int k = 0; k < BLOCK_K / 16; ++k) multiply_add<true>(acc, descriptor(x + k * 32), descriptor(w + k * 32));
       commit_products();
       wait_products<1>();
-      // All wgmma of the step before have ended: its stage may be filled again.
+      // All wgmma of the previous step have ended, so the producer may refill its stage.
       if (step > 0 && step - 1 + STAGES < count && lane == 0) arrive(&empty[(step - 1) % STAGES]);
     }
     wait_products<0>();
   }
 
-  // The ring is free now in all blocks of the cluster. Its memory gets the block's own sums [row of x, row of the
-  // weight] and behind them, if SPLIT > 1, the received ones [split, row of x, row of the weight].
+  // The ring is free now in all blocks of the cluster. Its memory is reused for the block's own sums [row of x, row of
+  // the weight]; if SPLIT > 1, the received sums [split, row of x, row of the weight] follow them.
   if (SPLIT > 1) meet_cluster();
   else __syncthreads();
   if (warp == WARPS) return;
@@ -170,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) small_batch_gemm(
     }
     *(Vec<4>*)(out + (long long)m * width + n) = result;
   }
-  // Bulk copies to other blocks read this block's memory: it stays until all blocks are done.
+  // Bulk copies to other blocks read this block's shared memory, so the block must not exit before all blocks are done.
   __syncwarp();
   if (SPLIT > 1) wait_for_cluster();
 }
