@@ -62,9 +62,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) one_shot(
   group.finish(RANKS * vectors);
 }
 
-// out = sum of the ranks' x + residual, and normed = rms_norm(out) as in norm.cu, if there is a weight. A row has
-// row_vectors vectors, one for each thread of a block, which is whole warps. SENT: x has been sent to all ranks
-// already, this one included.
+// out = sum of the ranks' x + residual; if there is a weight, normed = rms_norm(out) as in norm.cu. A row has
+// row_vectors vectors, one for each thread of a block; row_vectors is a multiple of the warp size. SENT: x has already
+// been sent to all ranks, this one included.
 template <bool SENT>
 __device__ __forceinline__ void add_rows(
     const Group& group, const T* x, const T* residual, T* out, const W* weight, T* normed, int rows, int row_vectors,
@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) two_shot(
   Group group(addresses, control, status, rank, buffer_bytes, patience);
   if (group.has_failed()) return;
   int first = blockIdx.x * THREADS + threadIdx.x, stride = gridDim.x * THREADS;
-  int part = (vectors + RANKS - 1) / RANKS, sums = RANKS * part;  // where sums begin, behind the parts
+  int part = (vectors + RANKS - 1) / RANKS, sums = RANKS * part;  // where sums begin: after the parts
   for (int k = first; k < part; k += stride) {
 #pragma unroll
     for (int r = 0; r < RANKS; ++r) {
@@ -161,7 +161,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) two_shot(
   group.finish(sums + vectors);
 }
 
-// All-gather: the ranks' x [rows, row_vectors] side by side; out [rows, out_vectors] has their first columns.
+// All-gather: concatenate the ranks' x [rows, row_vectors] along the columns; out [rows, out_vectors] gets the first
+// out_vectors of them.
 extern "C" __global__ void __launch_bounds__(THREADS) gather(
     const T* x, T* out, const long long* addresses, int* control, int* status, int rank, int rows, int row_vectors,
     int out_vectors, long long buffer_bytes, long long patience) {

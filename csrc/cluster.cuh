@@ -1,15 +1,16 @@
-// Blocks of a cluster (Hopper and later): their barrier, and stores into one another's shared memory.
+// Primitives for the blocks of a cluster (Hopper and later): the cluster's barrier, and stores into one another's
+// shared memory (distributed shared memory).
 #pragma once
 #include "common.cuh"
 
-// Wait until all threads of the cluster are here. Orders no memory accesses but the initialization of barriers, which
-// has a fence of its own.
+// Wait until all threads of the cluster have arrived. This orders no memory accesses, except the initialization of
+// mbarriers, which has a fence of its own.
 __device__ __forceinline__ void meet_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// A barrier of the cluster in two parts: what a thread stored before `arrive_at_cluster` is visible to all threads of
-// the cluster behind `wait_for_cluster`.
+// Barrier of the cluster in two parts: what a thread stored before `arrive_at_cluster` is visible to all threads of the
+// cluster after `wait_for_cluster`.
 __device__ __forceinline__ void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 

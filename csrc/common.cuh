@@ -1,15 +1,16 @@
-// Terms of all kernels. A *thread* has registers; 32 threads that run in step are a *warp*, its threads are *lanes* 0
-// to 31: lane = threadIdx.x % 32, warp = threadIdx.x / 32. Four neighbouring warps are a *warpgroup*. Warps of a
-// *block* (CTA) share memory on one multiprocessor (SM) and wait for one another at __syncthreads(). On Hopper up to 8
-// blocks make a *cluster*: they run at the same time and can write into one another's shared memory. A *tile* is the
-// part of a matrix, or of a row's tokens, that a warp or block processes at a time; a *stage* is a buffer in shared
-// memory for one tile, and the stages together are a circular buffer, the *ring*. A *producer* fills stages, and
-// *consumers* compute on them. What follows a product's main loop (bias, activation, residual, store) is its
-// *epilogue*. Where the blocks of a cluster divide K (*split-K*), the epilogue first adds up their partial sums.
+// Terms used in all kernels. A *thread* has registers. A *warp* is 32 threads that run in step; they are its *lanes* 0
+// to 31, with lane = threadIdx.x % 32 and warp = threadIdx.x / 32. A *warpgroup* is four consecutive warps. The warps
+// of a *block* (CTA) run on one multiprocessor (SM), share memory there, and synchronize by __syncthreads(). On Hopper
+// up to 8 blocks form a *cluster*: they run at the same time and can write into one another's shared memory. A *tile*
+// is the part of a matrix, or of a row's tokens, that a warp or block processes at a time. A *stage* is a buffer in
+// shared memory for one tile; the stages together are a circular buffer, the *ring*. A *producer* fills stages, and
+// *consumers* compute on them. The *epilogue* of a GEMM is the work after its main loop: bias, activation, residual,
+// store. If the blocks of a cluster divide K (*split-K*), the epilogue first adds up their partial sums. A *wave* is a
+// set of blocks that run at the same time.
 //
-// Types and small helpers of all kernels. No header is included, so NVRTC needs no CUDA toolkit: the 16-bit floats
-// are bits, converted with one instruction each. -DSCALAR=... names the type of activations and weights,
-// -DNORM_SCALAR=... that of the weights of norms, and -DGELU_TANH=1 asks for that activation in place of silu.
+// This file has the types and small helpers of all kernels. It includes no header, so NVRTC needs no CUDA toolkit: the
+// 16-bit floats are structs of bits, converted by one instruction each. -DSCALAR=... is the type T of activations and
+// weights, -DNORM_SCALAR=... the type W of the weights of norms. -DGELU_TANH=1 selects that activation instead of silu.
 #pragma once
 
 #ifndef NORM_SCALAR
@@ -47,10 +48,11 @@ template <> __device__ __forceinline__ bf16 from_float<bf16>(float x) {
   return y;
 }
 
-// The value that x has after it was stored in T: kernels round where separate operations would.
+// Round x to T. Fused kernels round wherever separate operations would have stored a result in T.
 __device__ __forceinline__ float rounded(float x) { return to_float(from_float<T>(x)); }
 
-// A value divided by the root mean square, times the weight of its RMSNorm, to whose type the value is rounded first.
+// Multiply x, a value already divided by the root mean square, by the RMSNorm's weight. x is rounded to the weight's
+// type first.
 __device__ __forceinline__ float times_norm(float x, W weight) { return to_float(from_float<W>(x)) * to_float(weight); }
 
 // silu(x) = x * sigmoid(x), or gelu's tanh approximation, which is x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 *
@@ -71,7 +73,7 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-// Sum over a block of at most 1024 threads, known to all of them. `scratch` holds 32 floats.
+// Sum over a block of at most 1024 threads; all threads get the result. `scratch` has 32 floats.
 __device__ __forceinline__ float block_sum(float x, float* scratch) {
   x = warp_sum(x);
   int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -81,15 +83,14 @@ __device__ __forceinline__ float block_sum(float x, float* scratch) {
   return warp_sum(x);
 }
 
-// Programmatic dependent launch (Hopper): a kernel begins while the one before it, its predecessor, still runs. Before
-// `wait_for_predecessor` a kernel may read whatever its predecessor does not write: what earlier kernels wrote is
-// complete, because a kernel calls `start_successor` only after its own wait. There are exceptions, which call it
-// before: the kernels in front of a product, such as rms_norm, and decode_attention of few short rows, because their
-// successor reads nothing but weights before it waits; and delta_conv, because delta_step reads only what the previous
-// step left.
-// A kernel without any work waits too: its end tells its successor, and a CUDA graph, that all kernels before it have
-// ended, and a grid whose blocks all return without waiting would end before them. On older GPUs kernels follow one
-// another as usual.
+// Programmatic dependent launch (Hopper): a kernel begins while the previous kernel, its predecessor, still runs.
+// Before `wait_for_predecessor` a kernel may read everything that its predecessor does not write. Writes of earlier
+// kernels are complete by then, because a kernel calls `start_successor` only after its own wait. A few kernels call it
+// before their wait: kernels followed by a GEMM, such as rms_norm, and decode_attention with few short rows, because
+// their successor reads only weights before it waits; and delta_conv, because delta_step reads only data of the
+// previous step. A kernel without any work must wait too. Its end tells its successor, and a CUDA graph, that all
+// earlier kernels have ended; a grid whose blocks all return without waiting could end before them. On GPUs before
+// Hopper, kernels run one after another as usual.
 __device__ __forceinline__ void wait_for_predecessor() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

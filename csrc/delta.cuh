@@ -1,7 +1,8 @@
-// Shared parts of the kernels of a Gated DeltaNet (Yang et al., "Gated Delta Networks", 2024). A projection [T, width]
-// holds q and k of all key heads, v of all value heads (together the channels of the convolution), the gate z of all
-// value heads, and for each value head a logit b of the step size and a logit a of the decay. -DKEY_DIM and -DVALUE_DIM
-// are dimensions of heads, -DTAPS is the width of the convolution where a kernel computes or reads it.
+// Common parts of the kernels of a Gated DeltaNet (Yang et al., "Gated Delta Networks", 2024). A row of the projection
+// [T, width] has, in this order: q and k of all key heads and v of all value heads, which together are the channels of
+// the convolution; the gate z of all value heads; and for each value head a logit b of the step size and a logit a of
+// the decay. -DKEY_DIM and -DVALUE_DIM are dimensions of heads, -DTAPS is the width of the convolution in kernels that
+// compute it or read its history.
 #pragma once
 #include "common.cuh"
 

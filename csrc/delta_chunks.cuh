@@ -1,21 +1,21 @@
-// Rows of several tokens through a Gated DeltaNet (delta.cuh), in chunks of 64, by the WY form of the paper's section
-// 3.3. In a chunk let g be the running sum of the decays' logarithms, S the memory [KEY_DIM, VALUE_DIM] behind the
-// chunk before, and D [i, j] = exp(g_i - g_j) for j <= i. The corrections U of the chunk's tokens solve a triangular
+// Gated DeltaNet (delta.cuh) for rows of several tokens, in chunks of 64 tokens, by the WY form of the paper's section
+// 3.3. For a chunk, let g be the prefix sum of the decays' logarithms, S the memory [KEY_DIM, VALUE_DIM] after the
+// previous chunk, and D [i, j] = exp(g_i - g_j) for j <= i. The corrections U of the chunk's tokens solve a triangular
 // system,
 //
 //   (I + strictly lower part of diag(beta) (D * K K')) U = diag(beta) (V - diag(exp g) K S)
 //
-// and the reads and the next memory are
+// and the values read from the memory, O, and the next memory are
 //
 //   O = diag(exp g) Q S + (D * Q K') U        S := exp(g_last) S + K' diag(exp(g_last - g)) U
 //
 // delta_prepare computes, for all chunks in parallel, q, k and v, the inverse of the system ("solve") and D * Q K'
-// ("scores"). delta_scan passes over the chunks of each row in order; each warp has 16 columns of a memory in registers
-// and needs no other warp. delta_gate applies norm and gate to what was read.
+// ("scores"). delta_scan processes the chunks of each row in order; each warp has 16 columns of a memory in registers
+// and does not depend on other warps. delta_gate applies norm and gate to O.
 //
-// Operands of the tensor cores are bf16. Operands that the memory depends on are split into a high and a low bf16 part,
-// and all their products but that of the low parts are added: so some 16 bits of the float32 states are kept. Operands
-// that only the output depends on are split, too, if T has more mantissa bits than bf16.
+// Operands of the tensor cores are bf16. Operands that affect the memory are split into a high and a low bf16 part, and
+// all products of parts are added except low times low. This keeps some 16 bits of the float32 values. Operands that
+// affect only the output are split only if T has more mantissa bits than bf16.
 #pragma once
 #include "delta.cuh"
 #include "mma.cuh"
@@ -24,7 +24,7 @@
 constexpr int CHUNK = 64;
 constexpr int HEAD = 128;
 constexpr int STRIDE = HEAD + 8;     // values of a row of a tile in shared memory, without bank conflicts
-constexpr int TOKEN_STRIDE = CHUNK + 8;  // values of a row of a chunk's matrix over its tokens, likewise
+constexpr int TOKEN_STRIDE = CHUNK + 8;  // padded row of a chunk's matrix over its tokens, without bank conflicts
 constexpr bool FINE = !Is<T>::bf16;
 constexpr int PARTS = FINE ? 2 : 1;  // bf16 parts of operands that only the output depends on
 static_assert(KEY_DIM == HEAD && VALUE_DIM == HEAD, "a lane has four columns");
@@ -60,8 +60,8 @@ __device__ __forceinline__ Operand as_operand(const float (&left)[4], const floa
 struct Blocks {
   uint4 high[4], low[4];
 };
-// c [16, 64] += a @ b, for blocks of b from `first` to `end`. An `mma` waits for the one before it with the same
-// accumulator, so those of other accumulators are issued in between.
+// c [16, 64] += a @ b, for blocks of b from `first` to `end`. An `mma` waits for the previous one with the same
+// accumulator, so `mma` with other accumulators are issued in between.
 template <bool SPLIT>
 __device__ __forceinline__ void add_product(
     float (*c)[4], const Operand& a, const Blocks& b, int first = 0, int end = 4) {

@@ -1,4 +1,4 @@
-// Norm and gate of what a Gated DeltaNet has read from its memory (delta.cuh).
+// RMSNorm and gate of the values that a Gated DeltaNet has read from its memory (delta.cuh), after delta_scan.cu.
 #include "delta.cuh"
 
 // out [T, value_heads * VALUE_DIM] = norm(reads) * weight * silu(z) for n tokens, one warp for each head of a token.

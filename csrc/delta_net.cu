@@ -1,11 +1,12 @@
-// Rows of one token in a Gated DeltaNet (delta.cuh), in two kernels: delta_conv computes the convolution of q, k and v
-// and normalizes q and k to unit length; delta_step updates each value head's memory, and norms and gates what it
-// reads. All sums are float32. `tokens` [rows]: the index of each row's token in the step; null: the row's own.
-// `lengths` [rows], in a CUDA graph: rows from the first one on whose length is not 1 are left out.
+// Gated DeltaNet (delta.cuh) for decode rows, which have one token each, in two kernels. delta_conv computes the
+// convolution of q, k and v and normalizes q and k to unit length. delta_step updates each value head's memory, reads
+// it with q, and applies norm and gate. Activations are T, the memory and all sums float32. `tokens` [rows]: index of
+// each row's token in the step; null: row i has token i. `lengths` [rows] are given in a CUDA graph: the first row
+// whose length is not 1 and all rows after it are skipped.
 #include "delta.cuh"
 
-// mixed [T, channels] = silu of the convolution; q and k are unit vectors, and q is divided by sqrt(KEY_DIM). The
-// convolution's history, inputs [slots, TAPS - 1, channels], moves on by one token; it counts as zeros at position 0.
+// mixed [T, channels] = silu(convolution), with q and k normalized to unit length and q divided by sqrt(KEY_DIM). The
+// convolution's history, inputs [slots, TAPS - 1, channels], is shifted by one token; at position 0 it counts as zeros.
 // One block for each head of q, k or v (blockIdx.x) and row (blockIdx.y), one thread for each channel.
 extern "C" __global__ void delta_conv(const T* projected, T* inputs, const float* conv, const long long* slots,
                                       const long long* positions, OPTIONAL const long long* tokens,
@@ -47,14 +48,14 @@ extern "C" __global__ void delta_conv(const T* projected, T* inputs, const float
   mixed[token * channels + channel] = value;
 }
 
-// A value head's memory S [KEY_DIM, VALUE_DIM] becomes S = decay S + k (beta (v - k' decay S))', and
-// out [T, value_heads * VALUE_DIM] = norm(q' S) * weight * silu(z). Blocks of a value head (blockIdx.x) take the rows
-// in turn. A warp holds every WARPS-th row of S in registers, a lane four of its columns; sums over rows go through
-// shared memory.
+// Update a value head's memory S [KEY_DIM, VALUE_DIM] to decay S + k (beta (v - k' decay S))', and compute
+// out [T, value_heads * VALUE_DIM] = norm(q' S) * weight * silu(z). The blocks of a value head (blockIdx.x) take the
+// batch's rows in turn. A warp holds every WARPS-th row of S in registers, and each of its lanes four columns; sums
+// over the rows of S are reduced through shared memory.
 constexpr int WARPS = THREADS / 32, ROWS = KEY_DIM / WARPS;
 static_assert(VALUE_DIM == 128 && ROWS * WARPS == KEY_DIM && THREADS >= VALUE_DIM, "a lane has four columns");
 
-// Sum of part[..][column] over the warps, all of which have stored theirs.
+// Sum of part[..][column] over the warps. All of them must have stored their parts.
 __device__ __forceinline__ float sum_of_warps(const float (*part)[VALUE_DIM], int column) {
   float sum = 0.f;
 #pragma unroll

@@ -1,5 +1,6 @@
-// First kernel of chunks in a Gated DeltaNet: what does not depend on the memory, for all chunks in parallel
-// (delta_chunks.cuh).
+// First kernel of the chunked Gated DeltaNet (delta_chunks.cuh): it computes everything that does not depend on the
+// memory, for all chunks in parallel. A warp processes 16 tokens of a chunk, a block of WARPS warps one chunk at a
+// time.
 #include "delta_chunks.cuh"
 
 constexpr int WARPS = 4;
@@ -19,7 +20,7 @@ struct Shared {
   float total[CHUNK], beta[CHUNK], half;
 };
 
-// Invert a unit lower triangular block [16, 16], given by columns; a lane gets one column x of the inverse.
+// Invert a unit lower triangular block [16, 16], which is stored by columns. A lane gets one column x of the inverse.
 __device__ __forceinline__ void invert(const float (*system)[20], int column, float (&x)[16]) {
 #pragma unroll
   for (int i = 0; i < 16; ++i) x[i] = i == column ? 1.f : 0.f;
@@ -48,10 +49,11 @@ __device__ __forceinline__ void store_tile(
   }
 }
 
-// Grid: key heads, and blocks of WARPS warps that take the chunks in turn. Of each chunk `chunk_rows` names the row and
-// `chunk_firsts` the first token in it. keys [2, tokens, key_heads, KEY_DIM] and queries [PARTS, ...] in parts; values
-// [tokens, value_heads, VALUE_DIM]; solve [2, tokens, value_heads, CHUNK] and scores [PARTS, ...], of which nothing
-// right of the diagonal's blocks of 16 is written; gates [tokens, value_heads, 4]: exp(g), exp(g_last - g), beta.
+// Grid: (key heads, blocks that take the chunks in turn). `chunk_rows` has the row of each chunk, `chunk_firsts` the
+// index of its first token in that row. Outputs: keys [2, tokens, key_heads, KEY_DIM] and queries [PARTS, ...], as bf16
+// parts; values [tokens, value_heads, VALUE_DIM]; solve [2, tokens, value_heads, CHUNK] and scores [PARTS, ...],
+// without the blocks of 16 above the diagonal, which are not written; gates [tokens, value_heads, 4]: exp(g),
+// exp(g_last - g) and beta.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 3) delta_prepare(
     const T* projected, const T* inputs, const float* conv, const float* a_log, const float* dt_bias,
     const long long* slots, const long long* positions, const long long* begins, const long long* lengths,

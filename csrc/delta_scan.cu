@@ -1,4 +1,5 @@
-// Second kernel of chunks in a Gated DeltaNet: passes the memory over each row's chunks in order (delta_chunks.cuh).
+// Second kernel of the chunked Gated DeltaNet (delta_chunks.cuh): it computes the recurrence of the memory over each
+// row's chunks, one after another.
 #include "delta_chunks.cuh"
 
 // One chunk in shared memory, with the columns of v of SCAN_WARPS warps.
@@ -13,10 +14,11 @@ struct Stage {
   float gates[CHUNK][4];
 };
 
-// Grid: (value heads times SPLITS, blocks that take rows in turn, up to the first row of length 0). While SCAN_WARPS
-// warps compute on one stage, the loader warps fill the next one. `values` are overwritten by what is read from the
-// memory; memory [slots, value_heads, KEY_DIM, VALUE_DIM] and the convolution's history, inputs [slots, TAPS - 1,
-// channels], are updated to the end of the row.
+// Grid: (value heads times SPLITS, blocks that take rows in turn, up to the first row of length 0). A block has
+// SCAN_WARPS consumer warps, each with 16 columns of a memory in registers, and loader warps, the producers. While the
+// consumers compute on one stage, which holds one chunk, the producers fill the next one. `values` are overwritten with
+// the values read from the memory. memory [slots, value_heads, KEY_DIM, VALUE_DIM] and the convolution's history,
+// inputs [slots, TAPS - 1, channels], are updated to the end of the row.
 extern "C" __global__ void __launch_bounds__(THREADS) delta_scan(
     const T* projected, T* inputs, float* memory, const long long* slots, const long long* positions,
     const long long* begins, const long long* lengths, const bf16* keys, const bf16* queries, float* values,
@@ -36,7 +38,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_scan(
       bool fresh = positions[row] == 0;
       int length = (int)lengths[row];
       long long begin = begins[row], slot = slots[row];
-      // Keep the last inputs of this block's columns of v. Those of q and k are kept by the first block of their group.
+      // Store the last inputs of this block's columns of v as history. The first block of a key head's group also
+      // stores the last inputs of q and k.
       auto keep_input = [&](int channel) {
         T* history = inputs + slot * (TAPS - 1) * channels + channel;
         T last[TAPS - 1];
@@ -50,7 +53,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_scan(
         for (int tap = 0; tap < TAPS - 1; ++tap) history[tap * channels] = last[tap];
       };
       for (int chunk = 0; chunk * CHUNK < length; ++chunk) {
-        // Copy rows of the chunk's tokens, `stride` bytes apart, to those of a tile; zeros behind the last token.
+        // Copy the rows of the chunk's tokens, `stride` bytes apart, to the rows of a tile; rows after the last token
+        // become zeros.
         long long at = begin + chunk * CHUNK;
         int count = min(length - chunk * CHUNK, CHUNK);
         auto copy = [&](void* tile, int tile_stride, int bytes, const void* from, long long stride) {

@@ -1,7 +1,8 @@
-// Dequantize a packed weight (quantized.cuh) to a matrix [N, K] of T, for products of many rows.
+// Dequantization of a packed weight (quantized.cuh) to a matrix [N, K] of T, for GEMMs of many rows.
 //
-// A block has 64 rows and COLUMNS columns: every thread decodes its words of some chunks as in a product, to shared
-// memory, from which whole rows are written. Values are multiplied by their scale in float32. GATED: as in sums.cuh.
+// A block has 64 rows and COLUMNS columns. Every thread decodes its words of some chunks, as in a GEMM, and stores the
+// values to shared memory, from which whole rows are written. Values are multiplied by their scales in float32. GATED:
+// rows are interleaved as in sums.cuh.
 #include "quantized.cuh"
 
 constexpr int CHUNKS = 4;

@@ -1,5 +1,5 @@
-// Hopper's asynchronous copies into shared memory (TMA), also that of other blocks of a cluster, its barriers, and
-// operands of wgmma, the matrix product of a warpgroup.
+// Primitives of Hopper: asynchronous copies (TMA) into shared memory, also into that of other blocks of a cluster;
+// mbarriers; and matrix descriptors and fences of wgmma, the matrix product of a warpgroup.
 #pragma once
 #include "cluster.cuh"
 
@@ -37,7 +37,7 @@ __device__ __forceinline__ bool completed(Barrier* barrier, int parity) {
 }
 __device__ __forceinline__ void wait(Barrier* barrier, int parity) { wait(shared_address(barrier), parity); }
 
-// Copy the box of a matrix that begins at this column and row; rows beyond the matrix become zeros.
+// Copy the box of a matrix that begins at this column and row; rows after the matrix's last one become zeros.
 __device__ __forceinline__ void copy_box(void* to, const TensorMap& map, int column, int row, Barrier* barrier) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
                ::"r"(shared_address(to)), "l"(&map), "r"(column), "r"(row), "r"(shared_address(barrier)) : "memory");
@@ -55,13 +55,13 @@ __device__ __forceinline__ void send(unsigned to, const void* from, int bytes, u
                ::"r"(to), "r"(shared_address(from)), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// Matrix descriptor of rows of 128 bytes, swizzled, eight of them 1024 bytes apart from the next eight.
+// Matrix descriptor of swizzled rows of 128 bytes; each group of eight rows has 1024 bytes.
 __device__ __forceinline__ unsigned long long descriptor(unsigned address) {
   return (address & 0x3ffff) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
-// `fence_products` makes registers that were written before it operands of the wgmma behind it; `commit_products` makes
-// a group of the wgmma since the last call; `wait_products` waits until all groups but the newest PENDING have ended.
+// `fence_products` makes registers that were written before it visible to the wgmma after it. `commit_products` makes
+// one group of all wgmma since its last call. `wait_products` waits until all groups but the newest PENDING have ended.
 __device__ __forceinline__ void fence_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING> __device__ __forceinline__ void wait_products() {

@@ -1,9 +1,10 @@
-// Latent attention (MLA) between its projections and attention, in one launch: RMSNorm of a token's latent, rotary
-// embedding of its key and of each head's query, and the store of latent and key as one row of the paged cache. For few
-// tokens the launch also computes the absorbed queries.
+// Operations of latent attention (MLA) between the projections and attention, in one launch: RMSNorm of each token's
+// latent [RANK], rotary embedding of its key [ROPE] and of each head's query [ROPE], and the store of latent and key as
+// one row of the paged cache. One block processes one token. For few tokens, latent_query also computes the absorbed
+// queries in the same launch.
 //
-// -DRANK: dimensions of a latent; -DROPE: dimensions that are rotated; -DCACHE: fp8.cuh. With -DNOPE, a multiple of 32,
-// and a RANK that is a multiple of 64, the file has the kernel for few tokens, too.
+// -DRANK: dimensions of a latent. -DROPE: dimensions that are rotated. -DCACHE: see fp8.cuh. -DNOPE, a multiple of 32,
+// adds latent_query; RANK must then be a multiple of 64.
 #include "fp8.cuh"
 
 constexpr int ROW = RANK + ROPE;

@@ -1,14 +1,17 @@
-// Absorbed latent attention (MLA) of decodes and short chunks: all heads of a query attend to the same cached latents,
-// whose first RANK dimensions are the values, too. Split-KV as in flash-decoding (Dao et al., 2023): a block computes
-// 16 heads of a query over one split of its row, in tiles of 32 tokens; a second kernel merges the splits.
+// Absorbed latent attention (MLA) of decode rows and short chunks: softmax(scale * q @ rows^T) @ latents. All heads of
+// a query attend to the same cached rows of RANK + ROPE dimensions, of which the first RANK, the latent, are also the
+// values. Queries, cache and output are T, sums float32. The work is divided by split-KV as in flash-decoding (Dao et
+// al., 2023): a block computes 16 heads of a query over one split of its row, in tiles of 32 tokens. A second kernel
+// merges the splits (LSE merge).
 //
-// While one tile is processed, the next ones are loaded. Scores are divided among warps by tokens and dimensions: a
-// warp multiplies eight tokens by one half of the 16 queries' dimensions, which it keeps in registers. For the softmax
-// a warp has two heads and a lane one token: it adds up the halves and reduces the head's maximum. Then each warp adds
-// the tile's values to its own RANK / 8 dimensions of the output. Scores are in powers of two. Rows in shared memory
-// are 16 bytes longer than their data, so that ldmatrix reads eight of them without bank conflicts.
+// The loads of the next tiles overlap the computation of the current one. For the scores, warps divide tokens and
+// dimensions: a warp multiplies eight tokens with one half of the dimensions of the 16 queries, which it keeps in
+// registers. For the softmax, a warp has two heads and a lane one token: the lane adds up the two halves, and the warp
+// reduces the maximum of the head. For the output, each warp has RANK / 8 dimensions, to which it adds the tile's
+// values. The softmax uses exp2. Rows in shared memory are padded by 16 bytes, so that ldmatrix reads eight of them
+// without bank conflicts.
 //
-// -DRANK, a multiple of 128, and -DROPE, whose sum is one of 64; -DPAGE_SIZE.
+// -DRANK: a multiple of 128. -DROPE: RANK + ROPE must be a multiple of 64. -DPAGE_SIZE: tokens per page.
 #include "mma.cuh"
 #include "tiles.cuh"
 
@@ -16,7 +19,7 @@ constexpr int ROW = RANK + ROPE;
 constexpr int HEADS = 16;
 constexpr int TILE = 32;
 constexpr int STAGES = 5;
-constexpr int STAGES_AHEAD = STAGES - 1;  // stages that are being loaded
+constexpr int STAGES_AHEAD = STAGES - 1;  // stages in flight
 constexpr int WARPS = 8;
 constexpr int THREADS = WARPS * 32;
 constexpr int STRIDE = ROW + 8;
@@ -37,11 +40,11 @@ struct Shared {
   float rescale[HEADS], sum[HEADS];
 };
 
-// query [rows, num_heads, ROW], where a row is one query. Grid: (rows * splits, blocks of heads). The pages of a row
-// are those of row table_rows[row] of the page table, or with null `table_rows` of row `row`; then the predecessor
-// writes only the last position, so that tiles before it are loaded early. With one split the result goes to out [rows,
-// num_heads, RANK], else to partial [rows, num_heads, splits, RANK], and its log-sum-exp, to base 2, to weights [rows,
-// num_heads, splits].
+// query [rows, num_heads, ROW], where a row is one query. Grid: (rows * splits, blocks of heads). A row's pages are in
+// row table_rows[row] of the page table, or in row `row` if `table_rows` is null. In the latter case the predecessor
+// writes only the last position of the cache, so the tiles before it are loaded before waiting for the predecessor.
+// With one split the result goes to out [rows, num_heads, RANK]. With several, it goes to partial [rows, num_heads,
+// splits, RANK], and its log-sum-exp to base 2 to weights [rows, num_heads, splits].
 extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_decode(
     const T* query, const T* cache, const int* lengths, OPTIONAL const int* table_rows, const int* page_table,
     long long table_stride, int splits, int num_heads, float softmax_scale, OPTIONAL float* partial,
@@ -54,8 +57,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_decode(
   int begin = split * each, end = min(begin + each, count);
   const int* pages = page_table + (table_rows ? table_rows[row] : row) * table_stride;
 
-  // Rows of the pool that this thread copies for a tile, looked up one tile ahead. Positions from `length` on read the
-  // last one before it, which is finite, and are masked later.
+  // Rows of the pool that this thread copies for a tile, looked up one tile early. Positions at or after `length` load
+  // the last valid position in their place, so that their scores are finite; they are masked later.
   int places[LOADS];
   auto find = [&](int tile) {
 #pragma unroll
@@ -170,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_decode(
 }
 
 // Merge the splits into out [rows, num_heads, RANK]. Grid: rows * num_heads. A block has up to MERGERS groups of RANK /
-// 4 threads; a thread has four dimensions, and the groups divide the splits, of which only the first ones have tokens.
+// 4 threads. A thread has four dimensions; the groups divide the splits. Only the first splits of a row have tokens.
 extern "C" __global__ void __launch_bounds__(MERGERS * RANK / 4) latent_merge(
     const float* partial, const float* weights, const int* lengths, T* out, int splits, int num_heads) {
   __shared__ float shares[MAX_SPLITS], total;

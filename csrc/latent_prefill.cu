@@ -1,14 +1,17 @@
-// Latent attention (MLA) of prefill chunks over expanded keys and values. Those of a row's tokens are contiguous; a key
-// has NOPE dimensions of its head and ROPE dimensions that all heads share, a value has VALUE dimensions. The work is
-// divided as in FlashAttention 3 (Shah et al., 2024): a block has 128 queries of a head, 64 in each of two consumer
-// warpgroups, and goes through the keys tile by tile. One thread of a producer warpgroup loads them, and the producer's
-// registers go to the consumers. While the softmax of one tile is computed, the tile before it multiplies its values.
-// Scores are in powers of two.
+// Latent attention (MLA) of prefill chunks on Hopper, over keys and values that were expanded from the latents: causal
+// softmax(scale * q @ K^T) @ V for every head. A key has NOPE dimensions of its head and ROPE dimensions that all heads
+// share; a value has VALUE dimensions. The keys and values of a row's tokens are contiguous. All are T (bf16 or f16),
+// sums are float32.
 //
-// An Item names queries and the keys of their row. Where these keys are only a part of what the queries see, the parts
-// are launched one after another, and each is merged with those before it by their log-sum-exp (`lse`).
+// The work is divided as in FlashAttention 3 (Shah et al., 2024). A block has 128 queries of a head, 64 in each of two
+// consumer warpgroups, and processes the keys tile by tile. One thread of a producer warpgroup loads the tiles by TMA,
+// and the producer gives its registers to the consumers. While a warpgroup computes the softmax of one tile, the tensor
+// cores multiply the softmax weights of the previous tile with its values. The softmax uses exp2.
 //
-// -DRANK, -DNOPE and -DVALUE, multiples of 64, -DROPE 64; -DTILE: keys of a tile, 64 or 128. T is bf16 or f16. Hopper.
+// An Item names some queries and the keys of their row. If these keys are only a part of those that the queries see,
+// one launch follows another for each part, and each result is merged with the earlier ones by its log-sum-exp (`lse`).
+//
+// -DRANK, -DNOPE, -DVALUE: multiples of 64. -DROPE: 64. -DTILE: keys per tile, 64 or 128.
 #include "mma.cuh"
 #define RIGHT_ROWS TILE
 #include "shared_product.cuh"
@@ -51,9 +54,9 @@ template <int LEFT, int N> __device__ __forceinline__ void await_products(float 
     asm volatile("" : "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])::"memory");
 }
 
-// q_nope [tokens, num_heads, NOPE] and q_rope [tokens, num_heads, ROPE], whose tokens are q_stride elements apart;
-// expanded_map: [keys, num_heads, NOPE + VALUE], rows_map: [keys, RANK + ROPE], in boxes of [TILE, 64]. To out [tokens,
-// num_heads, VALUE], and lse [tokens, num_heads] to base 2. Grid: heads, items.
+// Inputs: q_nope [tokens, num_heads, NOPE] and q_rope [tokens, num_heads, ROPE], whose tokens are q_stride elements
+// apart; expanded_map: [keys, num_heads, NOPE + VALUE] and rows_map: [keys, RANK + ROPE], in boxes of [TILE, 64].
+// Outputs: out [tokens, num_heads, VALUE], and lse [tokens, num_heads] to base 2. Grid: (heads, items).
 extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_prefill(
     const __grid_constant__ TensorMap expanded_map, const __grid_constant__ TensorMap rows_map, const T* q_nope,
     const T* q_rope, long long q_stride, const Item* items, T* out, OPTIONAL float* lse, int num_heads,
@@ -96,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_prefill(
   }
 
   asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-  // Store a warpgroup's queries with the swizzle of the tensor memory accelerator.
+  // Store a warpgroup's queries with the 128-byte swizzle of TMA.
   int group = warp >> 2, first_row = group * 64;
   for (int i = thread & 127; i < 64 * KEY_BOXES * 8; i += 128) {
     int row = first_row + i / (KEY_BOXES * 8), part = i / 8 % KEY_BOXES, chunk = i % 8;
@@ -135,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_prefill(
         multiply_values(o + part * 8, shares[i], columns_descriptor(v + part * BOX + i * 16 * LINE));
     commit_products();
   };
-  // Scores become shares; what was summed so far is to be multiplied by `rescale`.
+  // Turn scores into softmax weights; the caller must multiply the sums so far by `rescale`.
   auto weigh = [&](int tile, float (&rescale)[2]) {
     int key = tile * TILE;
     bool masked = key + TILE - 1 > min(item.offset + first_row, item.keys - 1);
@@ -201,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_prefill(
     if (query >= item.queries) continue;
     if (lse) {
       float own = total > 0.f ? largest[h] * scale + log2f(total) : -INF;
-      float most = fmaxf(earlier, own);  // finite, because of a row's first part all queries see something
+      float most = fmaxf(earlier, own);  // finite: every query sees at least one key of its row's first part
       float all = most + log2f(exp2f(earlier - most) + exp2f(own - most));
       before = exp2f(earlier - all), factor *= exp2f(own - all);
       if (p == 0) lse[at] = all;

@@ -1,6 +1,6 @@
-// Values of the latents that absorbed latent attention returns, for a few tokens, by the matrices of the heads, which
-// are loaded before the kernel waits for its predecessor. -DRANK: dimensions of a latent, a multiple of 128; -DVALUE:
-// dimensions of a value, a multiple of 16.
+// Expansion of the latents that absorbed latent attention (MLA) returns to values, for a few tokens: each head's latent
+// [RANK] is multiplied with the head's matrix [VALUE, RANK]. The matrices are loaded before the kernel waits for its
+// predecessor. -DRANK: dimensions of a latent, a multiple of 128. -DVALUE: dimensions of a value, a multiple of 16.
 #include "common.cuh"
 
 constexpr int TOKENS = 8;

@@ -1,21 +1,21 @@
-// Tensor-core and packed instructions for 16-bit T, and loads past L1.
+// Tensor-core and packed instructions for 16-bit T, and loads that bypass L1.
 #pragma once
 #include "common.cuh"
 
 template <typename U> struct Is { static constexpr bool bf16 = false; };
 template <> struct Is<struct bf16> { static constexpr bool bf16 = true; };
 
-// c [16, 8] += a [16, 16] @ b [16, 8], by a whole warp; U: the type of a and b. The matrices lie in the lanes'
-// registers, two neighbouring values of a or b in each. With g = lane / 4 and p = lane % 4 a lane holds
+// c [16, 8] += a [16, 16] @ b [16, 8], by a whole warp; U: the type of a and b. The matrices are distributed over the
+// registers of the lanes; a register has two contiguous values of a or b. With g = lane / 4 and p = lane % 4 a lane has
 //
 //   of a: row g, columns 2p, 2p + 1 (a0)        of b: column g, rows 2p, 2p + 1 (b0)
 //         row g + 8, the same columns (a1)                      rows 2p + 8, 2p + 9 (b1)
 //         row g, columns 2p + 8, 2p + 9 (a2)    of c: row g, columns 2p, 2p + 1 (c[0], c[1])
 //         row g + 8, these columns (a3)               row g + 8, the same columns (c[2], c[3])
 //
-// For example lane 5 has g = 1 and p = 1: a[1][2..3], a[9][2..3], a[1][10..11], a[9][10..11]; b[2..3][1], b[10..11][1];
-// and gets c[1][2..3] and c[9][2..3]. So the four lanes 4g to 4g + 3 hold a row of c between them (`quad_sum`), and the
-// eight lanes with the same p hold a column.
+// For example, lane 5 (g = 1, p = 1) has a[1][2..3], a[9][2..3], a[1][10..11], a[9][10..11]; b[2..3][1], b[10..11][1];
+// and gets c[1][2..3] and c[9][2..3]. The four lanes 4g to 4g + 3 together have rows g and g + 8 of c (see `quad_sum`),
+// and the eight lanes with the same p have columns 2p and 2p + 1.
 template <typename U = T> __device__ __forceinline__ void mma(
     float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
   if constexpr (Is<U>::bf16)
@@ -70,7 +70,8 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// Load 16 bytes without keeping them in L1, since nobody else on this SM reads them; L2 fetches their whole 128 bytes.
+// Load 16 bytes without keeping them in L1, because no other warp of this SM reads them. L2 fetches the whole line of
+// 128 bytes.
 __device__ __forceinline__ uint4 load_once(const void* address) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"

@@ -1,6 +1,8 @@
-// Launches around the grouped GEMMs of a mixture of experts (moe_gemm.cu): the choice of each token's experts and their
-// weights, the plan, which sorts the (token, expert) pairs by expert and cuts them into tiles, and the sum of each
-// token's outputs. The host reads nothing back: it launches for the largest possible number of tiles.
+// Kernels before and after the grouped GEMMs of a mixture of experts (moe_gemm.cu). moe_route chooses each token's
+// experts and their weights from the router's logits. moe_sort sorts the (token, expert) pairs by expert and cuts each
+// expert's pairs into tiles. moe_plan does both in one launch, for few tokens. moe_combine adds up each token's
+// weighted outputs. The host never reads the number of tiles back: it launches the GEMMs for the largest possible
+// number.
 #include "moe.cuh"
 
 constexpr int MAX_THREADS = 1024;
@@ -20,7 +22,7 @@ __device__ __forceinline__ void sort(
   for (int pair = thread; pair < pairs; pair += threads)
     if (experts[pair] >= 0) atomicAdd(&count[experts[pair]], 1);
   __syncthreads();
-  if (thread < 32) {  // a lane has PER_LANE experts, one after another
+  if (thread < 32) {  // a lane has PER_LANE consecutive experts
     int own[PER_LANE], upto = 0, tiles_upto = 0;
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
@@ -85,8 +87,9 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS) moe_plan(
   sort(tokens * TAKEN, tile_rows, experts, order, tiles, tile_count);
 }
 
-// out [tokens, H] = residual + the sum over each token's pairs of y [pairs, H], one block a token. H is a multiple of
-// VEC. `pair_weights` are given where other ranks hold some experts: y is undefined for pairs that are ELSEWHERE.
+// out [tokens, H] = residual + the sum over each token's pairs of y [pairs, H], one block per token. H is a multiple of
+// VEC. `pair_weights` are given if other ranks hold some experts: y is undefined for pairs whose weight is ELSEWHERE,
+// and these pairs are skipped.
 extern "C" __global__ void __launch_bounds__(MAX_THREADS) moe_combine(
     const T* y, OPTIONAL const float* pair_weights, OPTIONAL const T* residual, T* out, int H) {
   constexpr int TOGETHER = 8;  // pairs that are loaded before the first one is added

@@ -1,11 +1,11 @@
-// Common parts of a mixture of experts' kernels: a tile of (token, expert) pairs, and the choice of experts.
+// Common parts of the kernels of a mixture of experts: tiles of (token, expert) pairs, and top-k routing.
 //
-// Pair n is the (n % TAKEN)-th expert of token n / TAKEN. -DEXPERTS of the router, of which a token goes to -DTOP_K.
-// -DSHARED: the shared expert, to which every token goes, counts as so many experts of the routed ones' size: they have
-// the numbers from EXPERTS on, and stand behind the TOP_K chosen ones of a token. -DGATED_SHARED: 1 if their weight is
-// the sigmoid of a logit that stands behind those of the experts, 0 if it is 1.
-// With expert parallelism a rank holds only `held` of the EXPERTS, from `first_expert` on, and counts these from 0: a
-// pair of another rank's expert has the expert -1 and the weight ELSEWHERE.
+// Pair n is token n / TAKEN with its (n % TAKEN)-th expert. -DEXPERTS: routed experts, of which each token takes
+// -DTOP_K. -DSHARED: the shared expert, which every token takes, is processed as this many experts of the size of a
+// routed one. Their ids begin at EXPERTS, and in a token's list of experts they follow the TOP_K routed ones.
+// -DGATED_SHARED: 1 if their weight is the sigmoid of a logit, which follows the experts' logits in the router's
+// output; 0 if it is 1. With expert parallelism a rank has only `held` of the EXPERTS, from `first_expert` on, and
+// numbers these from 0. A pair whose expert is on another rank has expert -1 and weight ELSEWHERE.
 #pragma once
 #include "common.cuh"
 
@@ -18,7 +18,7 @@
 #endif
 using L = LOGIT_SCALAR;  // type of the router's logits
 
-struct Tile {  // pairs of one expert: `count` of the sorted ones, from `start` on
+struct Tile {  // `count` pairs of one expert: the sorted pairs from `start` on
   int expert, start, count, pad;
 };
 
@@ -36,9 +36,9 @@ __device__ __forceinline__ float of_order(unsigned order) {
   return __uint_as_float(order & 0x80000000u ? order ^ 0x80000000u : ~order);
 }
 
-// Sort key of a logit: its order, then its expert counted backwards. So the keys of a token are distinct, and of equal
-// logits the first expert has the largest key; 0 is no key. A 16-bit logit leaves the low bits of its order unused, and
-// they hold the expert.
+// Sort key of a logit: its order in the high bits, and the expert's index, counted backwards, in the low bits. All keys
+// of a token are therefore distinct, and among equal logits the first expert has the largest key. No key is 0. The
+// order of a 16-bit logit leaves low bits unused; the expert is stored in them.
 template <int BYTES> struct KeyOf { using Type = unsigned long long; };
 template <> struct KeyOf<2> { using Type = unsigned; };
 using Key = KeyOf<sizeof(L)>::Type;
@@ -59,15 +59,15 @@ __device__ __forceinline__ unsigned long long warp_max(unsigned long long key) {
   return (unsigned long long)top << 32 | warp_max(high == top ? (unsigned)key : 0u);
 }
 
-// Weights of a token's experts: their probabilities; these divided by their sum; or, where another kernel has chosen
-// the experts, the "logits" themselves, which are then weights, and -1 for the experts that were not chosen.
+// Weights of a token's experts. PROBABILITIES: the softmax probabilities. RENORMALIZED: these divided by their sum.
+// CHOSEN: another kernel has chosen the experts; the "logits" are then the weights, and -1 for experts not chosen.
 enum Weighting { PROBABILITIES, RENORMALIZED, CHOSEN };
 
 constexpr float ELSEWHERE = -3.0e38f;
 
-// Write the TAKEN experts of a token and their weights, by one warp: the TOP_K most likely ones of
-// softmax(logits [EXPERTS]), of equal ones the first, whose weights are multiplied by `expert_scale` [EXPERTS], if any;
-// then the shared ones.
+// Write the TAKEN experts of a token and their weights, by one warp. The first TOP_K are the most likely experts by
+// softmax(logits [EXPERTS]); among equal ones the first is chosen. Their weights are multiplied by `expert_scale`
+// [EXPERTS], if it is given. The shared experts follow.
 __device__ __forceinline__ void route(
     const L* logits, int weighting, int first_expert, int held, const float* expert_scale, int* experts,
     float* weights) {

@@ -1,13 +1,14 @@
-// Choice of experts by more than the largest probabilities of a softmax (DeepSeek, GLM-4.5): scores by sigmoids, a bias
-// of the scores for the choice alone, groups of experts of which only the best compete, a factor of the weights. Logits
-// are float32.
+// Routing rules beyond the top-k of a softmax (DeepSeek, GLM-4.5): scores by sigmoid, a bias that is added to the
+// scores for the choice but not for the weights, groups of experts of which only the best groups are eligible, and a
+// factor of the weights. Logits are float32. One warp routes one token.
 #include "moe.cuh"
 
 constexpr int WARPS = 4;
-constexpr float NEVER = -3.0e38f;  // score of an expert that is chosen already or does not compete
+constexpr float NEVER = -3.0e38f;  // score of an expert that is already chosen or not eligible
 
-// Mask of the `top_groups` groups whose best score, or sum of the best `two` scores, is largest, of equal groups the
-// first. Group g has the neighbouring experts from g * EXPERTS / groups on; there are at most 32 groups, one in a lane.
+// Find the `top_groups` groups with the largest scores, and return them as a bit mask. A group's score is its best
+// expert's or, if `two`, the sum of its best two; equal groups are taken in ascending order. Group g has the contiguous
+// experts from g * EXPERTS / groups on. There are at most 32 groups, one per lane.
 __device__ __forceinline__ unsigned best_groups(const float* choice, int groups, int top_groups, bool two) {
   int lane = threadIdx.x & 31, size = EXPERTS / groups, better = 0;
   float best = NEVER, second = NEVER;

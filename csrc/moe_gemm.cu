@@ -1,17 +1,21 @@
-// Grouped GEMMs of a mixture of experts, two in a layer, each over all experts in one launch: a block computes OUTPUTS
-// columns of the output for one tile of at most BLOCK_M (token, expert) pairs of one expert (see moe.cu).
+// Grouped GEMMs of a mixture of experts. A layer has two, gate-up and down, and one launch computes each for all
+// experts. A block computes OUTPUTS columns of the output for one tile of at most BLOCK_M (token, expert) pairs of one
+// expert (moe.cu makes the tiles). Activations and weights are T (bf16 or f16), sums are float32. K and N must be
+// multiples of 8.
 //
-// The expert's weight is the left operand of the tensor-core instructions, so that a tile may be as narrow as 8 or 16
-// pairs, as in a decode. Both operands stream through a ring of STAGES of BLOCK_K columns.
-// A warp has PAIRS times two tiles of 16 rows of the weight (in the gated product the gates and the ups of the same
-// outputs) and TILES times 8 pairs; a block has WARPS_N x WARPS_M warps. T is bf16 or f16, K and N multiples of 8.
-// For example lane 5 of warp 1 with PAIRS 1, WARPS_N 4, WARPS_M 1 and TILES 2, gated, where HALF is 64: the warp has
-// outputs 16 to 31 of the block's 64, from the weight's rows 16 to 31 (gate) and 80 to 95 (up) of the block's 128. By
-// `mma`'s map (mma.cuh) the lane's acc[0][0][t] are the gates of outputs 17 and 25 for the pairs 8t + 2 and 8t + 3,
-// acc[1][0][t] the ups.
-// WARPGROUP: warpgroups multiply by Hopper's wgmma (sm_90a), straight from shared memory; then PAIRS is 1, WARPS_N a
+// The expert's weight is the left operand of `mma` or wgmma, so that a tile may have as few as 8 or 16 pairs, as in a
+// decode step. Both operands stream through a ring of STAGES stages of BLOCK_K columns. A block has WARPS_N x WARPS_M
+// warps. A warp has TILES times 8 pairs and PAIRS times two tiles of 16 rows of the weight; in the gated product these
+// two are the gates and the ups of the same outputs.
+//
+// Example: lane 5 of warp 1 in the gated product, with PAIRS 1, WARPS_N 4, WARPS_M 1 and TILES 2, so that HALF is 64.
+// The warp has outputs 16 to 31 of the block's 64. They come from rows 16 to 31 (gates) and 80 to 95 (ups) of the
+// block's 128 rows of the weight. By the layout of `mma` (mma.cuh) the lane's acc[0][0][t] are the gates of outputs 17
+// and 25 for the pairs 8t + 2 and 8t + 3, and acc[1][0][t] their ups.
+//
+// WARPGROUP: warpgroups multiply by Hopper's wgmma (sm_90a), directly from shared memory; then PAIRS is 1, WARPS_N a
 // multiple of 4, WARPS_M 1 and TILES 16.
-// ROUTE: for few tokens, each pair is a tile, and each block routes its token itself, so that no plan is needed.
+// ROUTE: for few tokens. Each pair is a tile, and each block routes its own token, so that no plan is needed.
 // CLAMPED, GELU_TANH: the activation is gpt-oss's, with `alpha` and `limit`, or gelu; otherwise silu.
 // SHARED (moe.cuh): `shared` is the weight of the shared expert, [2 * SHARED * N, K] if GATED, else [N, SHARED * K].
 // Its intermediate values are divided among SHARED experts of the routed ones' size.
@@ -26,7 +30,7 @@ constexpr int BLOCK_N = 2 * HALF;
 constexpr int BLOCK_M = 8 * TILES * WARPS_M;
 constexpr int STAGE_BYTES = (BLOCK_N + BLOCK_M) * BLOCK_K * 2;
 constexpr int ROW_STEP = THREADS / ROW_VECTORS;  // rows that the block's threads load at a time
-constexpr int STAGES_AHEAD = STAGES - (WARPGROUP ? 2 : 1);  // stages being loaded, while wgmma reads two, or `mma` one
+constexpr int STAGES_AHEAD = STAGES - (WARPGROUP ? 2 : 1);  // stages in flight: wgmma reads two others, `mma` one
 
 #if WARPGROUP
 #define RIGHT_ROWS BLOCK_M
@@ -47,8 +51,8 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
   int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   int warp_row = warp % WARPS_N, warp_token = warp / WARPS_N;
 
-  // The plan and the router's logits were written before the predecessor of the second product, which may therefore
-  // read them, and begin to load weights, before it waits.
+  // The predecessor of the second product is the first product. It writes neither the plan nor the router's logits, so
+  // the second product may read them, and begin to load weights, before it waits.
   if (GATED) wait_for_predecessor(), start_successor();
   Tile tile;
 #if ROUTE
@@ -145,7 +149,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
             acc[half][0], descriptor(rows + (half * HALF + group_row) * BLOCK_K * 2 + k * 32),
             descriptor(tokens + k * 32));
     commit_products();
-    // The stage that is filled here was read two steps ago, by wgmma that all warps have waited for.
+    // The stage that is filled here was read two steps ago, and all warps have waited for that step's wgmma.
     if (step + STAGES_AHEAD < steps) load_a(step + STAGES_AHEAD), load_b(step + STAGES_AHEAD);
     commit_group();
     wait_products<1>();
@@ -181,7 +185,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
   }
 #endif
 
-  // The results go through shared memory, so that rows are written 16 bytes at a time.
+  // The results are staged in shared memory, so that rows are written 16 bytes at a time.
   wait_group<0>();
   __syncthreads();
   constexpr int STRIDE = OUTPUTS + 8;

@@ -1,7 +1,7 @@
-// RMSNorm in front of a mixture of experts and the logits of its router, for a few tokens, in one launch. A block has
-// EXPERTS experts and TOKENS tokens; each of its threads has the same eight of every STEP columns of all of them. It
-// loads the experts' weights before it waits for its predecessor. H is a multiple of eight. -DLOGIT_SCALAR: type of the
-// router; -DTHREADS, -DTOKENS: of a block.
+// RMSNorm before a mixture of experts, and the logits of its router, for a few tokens, in one launch. A block computes
+// EXPERTS experts' logits for TOKENS tokens. A thread has eight contiguous columns of every STEP, for all experts and
+// tokens of the block. The block loads the experts' weights before it waits for its predecessor. H is a multiple of
+// eight. -DLOGIT_SCALAR: type of the router's weight and logits. -DTHREADS, -DTOKENS: threads and tokens per block.
 #include "common.cuh"
 
 using L = LOGIT_SCALAR;

@@ -1,12 +1,14 @@
-// RMSNorm in front of a mixture of experts and the logits of its router, in one launch, for more tokens than
-// moe_router.cu. The SPLIT blocks of a cluster have TOKENS tokens and divide the columns. They exchange sums of squares
-// for the norm, and then partial sums of the logits: each block adds up those of TOKENS / SPLIT tokens, and may choose
-// the experts of these tokens. A block loads all of its weights into registers before it waits for its predecessor.
+// RMSNorm before a mixture of experts, and the logits of its router, in one launch, for more tokens than moe_router.cu
+// is made for. The SPLIT blocks of a cluster share TOKENS tokens and divide the H columns (split-K). They exchange the
+// sums of squares for the norm, and then the partial sums of the logits. Each block adds up the logits of TOKENS /
+// SPLIT tokens, and may also choose their experts. A block loads all of its weights into registers before it waits for
+// its predecessor. T is the type of the activations and of the router.
 //
-// A warp has TILES times eight experts and every KPARTS-th unit of 32 columns of the block. Of a unit, lane 4g + p has
-// columns 8p to 8p + 7 of expert g and of tokens g and g + 8: the first four for one `mma` (mma.cuh), the next four for
-// another. That permutes the columns, over which is summed, alike in both operands. T is the router's type, too.
-// -DEXPERTS: a multiple of 8; -DTILES; -DKPARTS; -DUNITS: the most of a block. With -DTOP_K: as in moe.cuh.
+// A warp has TILES times eight experts and every KPARTS-th unit of 32 of the block's columns. In a unit, lane 4g + p
+// has columns 8p to 8p + 7 of expert g and of tokens g and g + 8. The first four columns are for one `mma` (mma.cuh),
+// the next four for another. This permutes the columns in the same way in both operands, so the sums over them are the
+// same. -DEXPERTS: a multiple of 8. -DTILES, -DKPARTS: as above. -DUNITS: the most units that a block has. -DTOP_K: see
+// moe.cuh.
 #include "cluster.cuh"
 #include "mma.cuh"
 #include "moe.cuh"

@@ -1,6 +1,6 @@
-// Common parts of the grouped products (moe_gemm.cu, quantized_moe.cu): the swizzle of a tile's operands and the
-// activation.
-// CLAMPED is a macro: the activation is gpt-oss's, with `alpha` and `limit`; otherwise silu, or gelu (common.cuh).
+// Common parts of the grouped GEMMs (moe_gemm.cu, quantized_moe.cu): the swizzle of a tile's operands, and the
+// activation. With the macro CLAMPED the activation is gpt-oss's, with `alpha` and `limit`; otherwise it is silu or
+// gelu (common.cuh).
 #pragma once
 #include "moe.cuh"
 #include "tiles.cuh"
@@ -9,7 +9,8 @@
 // banks. It is also the 128-byte swizzle of Hopper's matrix descriptors.
 __device__ __forceinline__ unsigned place(int row, int chunk) { return (row * 8 + (chunk ^ row & 7)) * 16; }
 
-// Write zeros as a block's OUTPUTS of the N outputs of pair blockIdx.y, whose expert another rank holds.
+// Write zeros to this block's OUTPUTS columns of the N outputs of pair blockIdx.y, because its expert is on another
+// rank.
 template <int OUTPUTS> __device__ __forceinline__ void no_output(T* out, int N) {
   wait_for_predecessor();
   start_successor();
@@ -19,7 +20,7 @@ template <int OUTPUTS> __device__ __forceinline__ void no_output(T* out, int N) 
     *(uint4*)(row + i) = make_uint4(0, 0, 0, 0);
 }
 
-// The activation of a gate and its up, both of which are rounded to T already.
+// Compute activation(gate) * up; both inputs are already rounded to T.
 __device__ __forceinline__ float activated(float gate, float up, float alpha, float limit) {
   if (!CLAMPED) return rounded(GELU_TANH ? activation(gate) : gate / (1.f + __expf(-gate))) * up;
   gate = fminf(gate, limit), up = fminf(fmaxf(up, -limit), limit);

@@ -1,9 +1,10 @@
-// RMSNorm, alone and with the residual addition behind the norm of a block's output (Gemma, OLMo, GLM-4). One block of
-// threads for each token; H is a multiple of VEC.
+// RMSNorm of x [tokens, H], alone, and as the norm of a block's output followed by the residual addition (Gemma, OLMo,
+// GLM-4). One thread block per token; H is a multiple of VEC.
 #include "common.cuh"
 
-// out = x / sqrt(mean(x^2) + eps) * weight, rounded to W before the weight as the reference does. The first vector of a
-// thread, which is all that it has of a row of up to 1024 vectors, stays in registers; the weight is read early.
+// out = x / sqrt(mean(x^2) + eps) * weight; as in the reference, the quotient is rounded to W before it is multiplied.
+// A thread keeps its first vector in registers; a row of up to 1024 vectors has only one per thread. The weight is
+// loaded before waiting for the predecessor.
 extern "C" __global__ void rms_norm(const T* x, const W* weight, T* out, int H, float eps) {
   start_successor();  // a product, which may load its weight
   __shared__ float scratch[32];

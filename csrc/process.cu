@@ -1,7 +1,7 @@
 // Processing of a row's logits before the temperature: biases, penalties, ids to avoid and ids that are not allowed, in
 // one launch that writes a float32 copy. See engine/logits_processing.py, whose results these are, bit by bit.
 //
-// A block takes CHUNK neighbouring ids of one row, and counts those of the row's tokens that are among them.
+// A block processes CHUNK consecutive ids of one row, and counts how often each of them is among the row's tokens.
 #include "common.cuh"
 
 constexpr int CHUNK = 4096;

@@ -1,10 +1,10 @@
-// Collectives that write into the peers' memory (push). -DRANKS: GPUs of the group.
+// Collectives that write into the peers' memory (push), over NVLink. -DRANKS: GPUs of the group.
 //
-// Each rank has three buffers that all others can write to. A call, or *epoch*, uses one of them: ranks write their
-// values into each other's buffer, and each polls its own until no word is EMPTY any more. So the data is its own flag,
-// and one crossing of NVLink is all that a call waits for (the Lamport protocol of TensorRT-LLM and FlashInfer). A call
-// also empties the buffer of the call before. That is early enough: a peer writes to that buffer again two calls later,
-// after it has received something of the call between, which this rank only sends once it has ended this call.
+// Each rank has three buffers that all other ranks can write to. A call, or *epoch*, uses one of them: each rank writes
+// its values into the others' buffers, and polls its own buffer until no word is EMPTY. The data itself is the flag, so
+// a call waits for only one crossing of NVLink (the Lamport protocol of TensorRT-LLM and FlashInfer). A call also fills
+// the buffer of the previous call with EMPTY again. This is early enough: a peer writes to that buffer two calls later,
+// after it has received this rank's data of the next call, which this rank sends only after it has ended this call.
 #pragma once
 #include "common.cuh"
 
@@ -18,7 +18,7 @@ struct Control {       // in the rank's own memory
   unsigned epoch;      // modulo 3
   unsigned done;       // blocks that have finished this call
   unsigned used;       // vectors that the call before has used of its buffer
-  unsigned failed;     // set once a peer is late: nothing is waited for any more
+  unsigned failed;     // set once a peer is late: later calls do not wait
 };
 
 struct Status {        // in the host's memory

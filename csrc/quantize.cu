@@ -1,5 +1,5 @@
-// Round rows of x to FP8 (e4m3) with a scale for each row, or for each group of 128 columns of a row (GROUP), by which
-// the largest magnitude becomes 448. A scale `fixed` for all rows is used instead if it is not 0 (without GROUP).
+// Rounding of rows of x to FP8 (e4m3) with one scale per row, or per group of 128 columns of a row (GROUP). The scale
+// is such that the largest magnitude becomes 448. Without GROUP, the scale `fixed` is used for all rows if it is not 0.
 //
 // A block of at most THREADS threads rounds one row; a thread has 8 columns in each of TURNS iterations, so that 16
 // neighbouring threads have a group. NORMED: the row is RMS-normed first, as by norm.cu. Scales are float32: [M], or

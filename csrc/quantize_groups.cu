@@ -1,8 +1,8 @@
-// Round rows of x to FP8 with a scale for each group of 128 columns, as quantize.cu does with GROUP, without a norm.
+// Rounding of rows of x to FP8 with one scale per group of 128 columns, as quantize.cu does with GROUP, without a norm.
 //
-// Groups are contiguous in x, so they are divided among threads whatever row they belong to, and a few rows keep all
-// multiprocessors busy. 16 neighbouring threads have the 8 columns each of a group, and load TURNS groups at a time, a
-// grid's width apart. Scales: [K / 128, stride].
+// Groups are contiguous in x, so they are distributed among threads regardless of rows, and a few rows keep all SMs
+// busy. 16 consecutive threads share a group, with 8 columns each. They load TURNS groups at a time, one grid's width
+// apart. Scales: [K / 128, stride].
 #include "rounding.cuh"
 
 constexpr int TURNS = 4;

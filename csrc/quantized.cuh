@@ -1,24 +1,27 @@
-// Packed quantized weights: their layout in memory, which quantization/gpu_layout.py writes, and their decoding into
-// left operands of tensor-core instructions, in registers.
+// Packed quantized weights: their layout in memory, which quantization/gpu_layout.py writes, and their decoding in
+// registers into left operands of `mma` and wgmma.
 //
-// A weight is stored as chunks of 64 rows and CHUNK_K columns, all chunks of the first 64 rows first. A chunk has 2,048
-// bytes; thread i of a warpgroup reads 16 bytes at 16 * i, which are the values that the thread has of the left
-// operands of `mma` (mma.cuh): of rows g and g + 8 of its warp's 16 rows. For example lane 5 of warp 2 has rows 33 and
-// 41 of the chunk (g = 1, p = 1). With 8 bits its four words are: columns 2, 3, 10, 11 of row 33; the same columns of
-// row 41; columns 18, 19, 26, 27 of row 33; the same of row 41. With 4 bits a word has eight values: columns 2, 3, 10,
-// 11, 18, 19, 26, 27 of row 33; the same of row 41; then both for the columns 32 further.
+// A weight is stored in chunks of 64 rows and CHUNK_K columns; all chunks of the first 64 rows come first. A chunk has
+// 2,048 bytes. Thread i of a warpgroup reads the 16 bytes at 16 * i. They are the thread's values of the left operands
+// of `mma` (mma.cuh): values of rows g and g + 8 of its warp's 16 rows. For example, lane 5 of warp 2 (g = 1, p = 1)
+// has rows 33 and 41 of the chunk. With 8 bits its four words are: columns 2, 3, 10, 11 of row 33; the same columns of
+// row 41; columns 18, 19, 26, 27 of row 33; the same columns of row 41. With 4 bits a word has eight values: columns 2,
+// 3, 10, 11, 18, 19, 26, 27 of row 33; the same columns of row 41; then the columns 32 higher of row 33, and of row 41.
 //
-// Macros: WEIGHT is E4M3, INT8, INT4 or E2M1. GROUP: columns of a row that share a scale, which is multiplied into
-// values of T by quantized_gemm.cu and into float32 sums by the other kernels; 0: the whole row, so that the epilogue
-// scales. OFFSETS: a group has an offset beside its scale, both in T, and a value is (level - 8) * scale + offset.
+// Macros: WEIGHT is E4M3, INT8, INT4 or E2M1. GROUP: number of columns of a row that share a scale; 0: a row has one
+// scale, which the epilogue applies. quantized_gemm.cu multiplies the scales of groups into the decoded values of T,
+// the other kernels multiply them into float32 sums. OFFSETS: each group has a scale and an offset, both in T, and a
+// value is (level - 8) * scale + offset.
 //
-// Bits are permuted so that few instructions decode them. Two values of e4m3 share 16 bits such that one `and` puts the
-// first pair of a word where T has its bits, and two shifts the second pair. Four values of e2m1 share 16 bits: of the
-// first, sign and magnitude are bits 15 and 8 to 6; of the second, those 4 lower; of the third, bit 5 of the other half
-// and bits 14 to 12; of the fourth, bits 9, 10, 1 and 0. So all eight values of a word take 9 operations.
+// The bits are permuted so that few instructions decode them. Two values of e4m3 share 16 bits, such that one `and`
+// moves the first pair of a word to the position where T has these bits, and two shifts the second pair. Four values of
+// e2m1 share 16 bits. The first value has its sign in bit 15 and its magnitude in bits 8 to 6, the second one 4 bits
+// lower each; the third has bit 5 of the other half and bits 14 to 12, the fourth bits 9, 10, 1 and 0. Decoding all
+// eight values of a word takes 9 operations.
 //
-// E2M1 is MXFP4: 32 columns of a row share a power of two, by which values are multiplied in bf16 as they are decoded.
-// A chunk has one byte of it for each of a thread's words, the same for the four threads of a row (GROUP is 0).
+// E2M1 is MXFP4: 32 columns of a row share a scale that is a power of two, by which values are multiplied in bf16 as
+// they are decoded. A chunk has one byte of scales for each of a thread's words, the same for the four threads of a
+// row; GROUP is 0.
 #pragma once
 #include "mma.cuh"
 
@@ -79,8 +82,8 @@ __device__ __forceinline__ unsigned decode_int8(unsigned pair) {
   else return subtract(pair | ONES, ONES + 0x00800080);
 }
 
-// The low, or the high, half of a word, twice. Written like this it takes no instruction: it is an operand modifier of
-// the one that reads it.
+// Duplicate the low, or the high, half of a word. Written like this it costs no instruction: the compiler makes it an
+// operand modifier of the instruction that reads it.
 __device__ __forceinline__ unsigned low_twice(unsigned word) {
   unsigned pair;
   asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {l, l};}" : "=r"(pair) : "r"(word));

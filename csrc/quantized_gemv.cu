@@ -1,32 +1,35 @@
-// Product of a lone row with a quantized weight on Hopper: y [N] = x [K] @ weight [N, K]^T.
+// GEMV with a quantized weight on Hopper, for a decode of one row: y [N] = x [K] @ weight [N, K]^T. x and y are T (bf16
+// or f16), the weight is packed (quantized.cuh). The kernel is bound by memory bandwidth.
 //
-// The grid is persistent: a block has a multiprocessor to itself and computes tile after tile of ROWS rows of the
-// weight. Of smaller blocks two would begin on one multiprocessor and none on another wherever the kernel before has
-// not ended, and those that share a multiprocessor would end late. The SPLIT blocks of a cluster divide K; so do the
-// warps of a block, which take slices of 128 columns in turn. Each warp fills a ring of its own, STAGES slices of the
-// weight, and meets the others only behind a tile, to add up their sums, while the weights of the next tile arrive. Its
-// slices of x are the same for all tiles and stay in shared memory.
+// The grid is persistent: each block has an SM to itself and computes one tile of ROWS rows of the weight after
+// another. Smaller blocks would be distributed unevenly: while the preceding kernel still occupies some SMs, two blocks
+// could start on one SM and none on another, and the two would end late. The SPLIT blocks of a cluster divide K
+// (split-K). The warps of a block divide it further: they take slices of 128 columns in turn. Each warp fills a ring of
+// its own, of STAGES slices of the weight. It synchronizes with the other warps only at the end of a tile, to add up
+// their sums; meanwhile the weights of the next tile arrive. A warp's slices of x are the same for all tiles and stay
+// in shared memory.
 //
-// While the predecessor runs, the rings are filled at a pace: its own reads, and then x, would queue up behind weights
-// that are requested all at once. One warp, which fills its ring at once, waits for the predecessor's end and tells the
-// others.
+// While the predecessor runs, the rings are filled at a limited rate: if all weights were requested at once, the
+// predecessor's own reads, and then the loads of x, would queue after them. One warp fills its ring without this limit;
+// it waits for the predecessor's end and signals it to the others.
 //
-// INT4: decoding to T would take more instructions than there is time for while the levels are read, so the levels
-// themselves are multiplied, as unsigned bytes by int8 tensor cores: two words of a lane become the left operand of
-// m16n8k32 by four LOP3 and two shifts. x is rounded to integers of 15 bits, relative to the largest value of each
-// slice, whose high and low bytes are two columns of the right operand. So a group's sums are exact, and so is its sum
-// of x, a product with a left operand of ones, by which the zero point is multiplied. They are scaled by group in
-// float32.
+// INT4: decoding to T would take more instructions than can be issued while the levels are read. Therefore int8 tensor
+// cores multiply the levels themselves, as unsigned bytes: four LOP3 and two shifts turn two words of a lane into the
+// left operand of m16n8k32. x is rounded to 15-bit integers, relative to the largest value of each slice; the high and
+// the low bytes of these integers are two columns of the right operand. The sums of a group are thus exact. A product
+// with a left operand of ones gives the exact sum of x, by which the zero point is multiplied. Both are multiplied by
+// the group's scale in float32.
 //
-// E4M3: the bits of values are placed where T has its own (quantized.cuh), too small by a power of two, by which the
-// sums are multiplied. In bf16 x is multiplied by X_UNIT, so that products do not become subnormal.
+// E4M3: the bits of a value are moved to the positions where T has them (quantized.cuh). The result is too small by a
+// power of two, by which the sums are multiplied. In bf16, x is multiplied by X_UNIT, so that products are not
+// subnormal.
 //
-// For example, with K = 5120 and N = 10240 (40 slices), WARPS 8 and tiles of 80 rows, warp 3 has slices 3, 11, 19, 27
-// and 35 of each tile. In slice 3 it multiplies columns 384 to 511.
+// Example: with K = 5120 (40 slices), N = 10240, WARPS 8 and tiles of 80 rows, warp 3 has slices 3, 11, 19, 27 and 35
+// of each tile. In slice 3 it multiplies columns 384 to 511.
 //
-// NORM: x is RMS-normed: multiplied by the norm's weight as it is loaded, and by its scale in the epilogue.
-// GATED: y [N / 2] = activation(gate) * up. Of each 16 rows of the weight the first 8 are gates, the next 8 their ups.
-// K is a multiple of 128, N of 16; SLICES: the most that a warp has. T is bf16 or f16.
+// NORM: x is RMS-normed: it is multiplied by the norm's weight as it is loaded, and by the row's scale in the epilogue.
+// GATED: y [N / 2] = activation(gate) * up. The first 8 of each 16 rows of the weight are gates, the next 8 their ups.
+// K must be a multiple of 128, N of 16. SLICES: the most slices that a warp has.
 #include "hopper.cuh"
 #include "mma.cuh"
 #include "quantized.cuh"
@@ -46,13 +49,13 @@ constexpr int PIECES = (ROW_BLOCKS + 6) / 4;       // most chunks of 64 rows ove
 constexpr int COPIES = CHUNKS + GROUPS;            // copies of each of these: levels, then scales
 constexpr int BATCH = SLICES < 16 ? SLICES : 16;   // slices of x that are loaded together
 constexpr int SUMS = (ROWS + 1 + 3) / 4 * 4;       // floats of a warp: sums of the rows, then of the squares of x
-constexpr int APART = WEIGHT == INT4 ? 16 : 8;     // columns from a lane's first pair of x to its second one
+constexpr int APART = WEIGHT == INT4 ? 16 : 8;     // distance in columns between a lane's two pairs of x
 constexpr unsigned X_UNIT = Is<T>::bf16 ? 0x5d805d80 : 0x3c003c00;  // 2^60 or 1, twice
 constexpr float SUM_UNIT = WEIGHT == INT4 ? 1.f : Is<T>::bf16 ? 0x1p60f : 0x1p8f;
-// Registers that a thread may have. With 96 a block of decode_attention.cu fits beside eight warps of this kernel on a
-// multiprocessor; larger tiles need more.
+// Registers per thread. With 96, a block of decode_attention.cu and eight warps of this kernel can be resident on the
+// same SM; larger tiles need more.
 constexpr int REGISTERS = ROW_BLOCKS < 5 ? 96 : 128;
-constexpr int WAITING_WARP = WARPS - 1;  // the one that waits for the predecessor
+constexpr int WAITING_WARP = WARPS - 1;  // the warp that waits for the predecessor
 // Cycles between stages of the other warps while the predecessor runs: 60 for each KB that the block requests.
 constexpr int PACE = 60 * WARPS * STAGE / 1024;
 static_assert((WEIGHT == INT4 || WEIGHT == E4M3) && (!GROUP || GROUP >= 32));
@@ -60,8 +63,8 @@ static_assert(PIECES * COPIES <= 32 && OWN_COLUMNS <= THREADS);
 
 extern __shared__ __align__(128) unsigned char memory[];  // by warp: rings, sums, slices of x and their units
 
-// c [16, 8] += a [16, 32] @ b [32, 8] of bytes, unsigned in a and signed in b. The matrices lie in the lanes as those
-// of `mma` (mma.cuh) do, with four neighbouring values of a or b in a register.
+// c [16, 8] += a [16, 32] @ b [32, 8] of bytes, unsigned in a and signed in b. The layout of the matrices is that of
+// `mma` (mma.cuh), with four contiguous values of a or b in a register.
 __device__ __forceinline__ void mma_bytes(
     int (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, const uint2& b) {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -87,7 +90,8 @@ struct Bytes {
     int exponent = max((int)(__float_as_uint(largest) >> 23), 14);  // so that the scale is finite
     float scale = __uint_as_float((267 - exponent) << 23);          // the largest value becomes less than 2^14
     unit = __uint_as_float((exponent - 13) << 23) + largest * 0.f;  // not a number if a value is infinite or none
-    // Adding 1.5 * 2^23 leaves an integer in the mantissa; 128 more carry the sign of the low byte into the high one.
+    // Adding 1.5 * 2^23 leaves the rounded integer in the mantissa. Adding 128 more rounds the high byte such that the
+    // low byte is signed.
     unsigned v[4];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -217,7 +221,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantized_gemv(
       int first = load_tile * ROW_BLOCKS, aligned = (first / 4 + piece) * 4;  // in units of 16 rows
       int low = max(first, aligned), blocks = min(first + ROW_BLOCKS, aligned + 4) - low;
       int row_bytes = levels ? 512 : 64;
-      long long line = min(aligned / 4, (N + 63) / 64 - 1);  // line of 64 rows; beyond the weight any will do
+      long long line = min(aligned / 4, (N + 63) / 64 - 1);  // line of 64 rows; clamped to the weight's last one
       from = (const unsigned char*)(levels ? weight : scales) + (line * slices + begin) * pitch;
       from += (levels ? part * CHUNK : (part - CHUNKS) * 256) + low % 4 * row_bytes;
       to = (levels ? part * TILE_CHUNK : LEVELS + (part - CHUNKS) * SCALES) + (low - first) * row_bytes;
@@ -230,7 +234,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantized_gemv(
     if (++load_slice == count) load_slice = 0, load_tile += stride;
   };
 
-  // A lane's four columns of a slice: those of a word of the weight (quantized.cuh).
+  // A lane's four columns of a slice are the columns of one word of the weight (quantized.cuh).
   int column = begin * SLICE;
   if (WEIGHT == INT4) column += (lane >> 3) * 32 + (lane & 1) * 8 + (lane >> 1 & 3) * 2;
   else column += (lane >> 2) * 16 + (lane & 3) * 2;
@@ -242,7 +246,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantized_gemv(
       for (int i = 0; i < 2; ++i)
         to[k][i] = *(const unsigned*)(from + column + min(first + k, count - 1) * (WARPS * SLICE) + i * APART);
   };
-  if (NORM && count > 0) load_batch(norms, norm, 0);  // before the ring is filled, behind which they would arrive
+  if (NORM && count > 0) load_batch(norms, norm, 0);  // before the ring is filled: else they would arrive after it
   if (SPLIT > 1) arrive_at_cluster();
   if (lane == 0) {
     for (int s = 0; s < STAGES; ++s) init(&full[warp][s], 1);
@@ -266,7 +270,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantized_gemv(
   for (int first = 0; first < count; first += BATCH) {
     load_batch(pairs, x, first);
     if (NORM && first > 0) load_batch(norms, norm, first);
-    while (asked < stages) load(asked++);  // the rest of the ring, behind x
+    while (asked < stages) load(asked++);  // fill the rest of the ring after x
 #pragma unroll
     for (int k = 0; k < BATCH; ++k) {
       int slice = min(first + k, count - 1);
@@ -321,7 +325,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantized_gemv(
       return sum;
     };
     if (SPLIT > 1) {  // a row's sum goes to the block of its epilogue, the sum of squares to all blocks
-      wait_for_cluster();  // the other blocks have begun, and have read the sums of the tile before
+      wait_for_cluster();  // the other blocks have begun, and have read the sums of the previous tile
       float* to = &received[split][SPLIT > 1 ? thread : 0];
       int owner = (GATED ? thread / 16 * 8 + thread % 8 : thread) / OWN_COLUMNS;
       if (thread < ROWS) store_at(address_in(owner, to), add_warps(thread));

@@ -1,20 +1,20 @@
-// Grouped GEMMs of a mixture of experts with quantized weights on Hopper, two in a layer as in moe_gemm.cu. A block
-// computes BLOCK_N rows of an expert's packed weight (quantized.cuh), in T, for one tile of at most M_MAX (token,
-// expert) pairs (see moe.cu).
+// Grouped GEMMs of a mixture of experts with quantized weights on Hopper; a layer has two, gate-up and down, as in
+// moe_gemm.cu. A block multiplies BLOCK_N rows of an expert's packed weight (quantized.cuh) with one tile of at most
+// M_MAX (token, expert) pairs (see moe.cu). x and the outputs are T (bf16 or f16), sums are float32.
 //
-// The weight is decoded in registers, where it is the left operand; the right one is the pairs' rows of x, gathered
-// into shared memory. Both stream through a ring of STAGES of BLOCK_K columns: one thread issues the copies of the
-// weight, one for 64 rows, and all threads those of x. Few pairs are multiplied by `mma`, since decoding takes most of
-// the time, and many by wgmma (-DWGMMA=1), which works on one chunk while the next one is decoded. A warpgroup has
-// HEIGHT times 64 rows of the weight, for which `mma` reads x once. Where M_MAX is 16, the second half of a tile of up
-// to 8 pairs is neither loaded nor multiplied.
+// The weight is decoded to T in registers, where it is the left operand. The right operand is the pairs' rows of x,
+// gathered into shared memory. Both stream through a ring of STAGES stages of BLOCK_K columns. One thread issues bulk
+// copies of the weight, one per 64 rows; all threads issue the copies of x. Tiles of few pairs are multiplied by `mma`,
+// because decoding takes most of their time. Tiles of many pairs are multiplied by wgmma (-DWGMMA=1), which works on
+// one chunk while the next one is decoded. A warpgroup has HEIGHT times 64 rows of the weight, for which `mma` reads x
+// only once. If M_MAX is 16 and a tile has at most 8 pairs, its second half is neither loaded nor multiplied.
 //
-// x is zero beyond its K columns, so K need only be a multiple of 8; the weight has `chunks` whole chunks in K.
-// In a gated weight, 8 of each 16 rows are gates and the next 8 their ups, so that a lane's sums have both. For example
-// lane 5 of warp 1 has in sums[t] the gate of output 9 for the pairs 8t + 2 and 8t + 3, then the up of output 9 for
-// them.
-// ROUTE, CLAMPED, GELU_TANH: as in moe_gemm.cu. With ROUTE the second product's blocks for the same outputs of a
-// token's TAKEN experts are a cluster, which adds them up: no launch of moe_combine is needed.
+// x counts as zero after its K columns, so K need only be a multiple of 8; the weight has `chunks` whole chunks in K.
+// In a gated weight, the first 8 of each 16 rows are gates and the next 8 their ups, so that a lane's sums have both.
+// For example, sums[t] of lane 5 of warp 1 has the gate of output 9 for pairs 8t + 2 and 8t + 3, and then the up of
+// output 9 for the same pairs.
+// ROUTE, CLAMPED, GELU_TANH: as in moe_gemm.cu. With ROUTE, the second product's blocks for the same outputs of a
+// token's TAKEN experts form a cluster, which adds up their outputs, so that no launch of moe_combine is needed.
 #include "left_product.cuh"
 #include "moe_tile.cuh"
 #include "quantized.cuh"
@@ -24,7 +24,7 @@ constexpr int W_TILES = WARPGROUPS * HEIGHT;       // tiles of 64 rows of the we
 constexpr int BLOCK_N = W_TILES * 64;
 constexpr int TILES = M_MAX / 8;
 constexpr int CHUNKS = BLOCK_K / CHUNK_K;
-constexpr int X_HEIGHT = ROUTE ? 1 : M_MAX;        // rows of x in shared memory; `mma` reads a lone row as all eight
+constexpr int X_HEIGHT = ROUTE ? 1 : M_MAX;        // rows of x in shared memory; `mma` reads a single row eight times
 constexpr int BOX = X_HEIGHT * LINE;               // bytes of 64 columns of x
 constexpr int BOXES = BLOCK_K / 64;
 constexpr int X_STAGE = BOXES * BOX;
@@ -35,7 +35,7 @@ constexpr int S_UNITS = WEIGHT == E2M1 ? CHUNKS : GROUP ? BLOCK_K / UNIT : 0;
 constexpr int S_TILE = S_UNITS * S_UNIT;
 constexpr int STAGE = (X_STAGE + W_TILES * (W_TILE + S_TILE) + 1023) / 1024 * 1024;
 constexpr bool ROW_SCALES = GROUP == 0 && WEIGHT != E2M1;  // a row has one scale, for the epilogue
-constexpr int STAGES_AHEAD = STAGES - 1;           // stages that are being loaded
+constexpr int STAGES_AHEAD = STAGES - 1;           // stages in flight
 constexpr int ROW_STEP = THREADS / 8;              // rows of 128 bytes that the block's threads load at a time
 constexpr int X_LOADS = (X_HEIGHT * BOXES + ROW_STEP - 1) / ROW_STEP;
 constexpr int X_ROWS = ROW_STEP < X_HEIGHT ? X_HEIGHT / ROW_STEP : 1;  // rows of x of which a thread loads a part
@@ -52,7 +52,7 @@ struct Share {
   const uint4* words;
   const Scale* scales;
 
-  // Addresses for the rows 64 * r further.
+  // Addresses for the rows that are 64 * r rows further down.
   __device__ __forceinline__ Share below(int r) const {
     return {words + r * (W_TILE / 16), scales + r * (S_TILE / 4)};
   }
@@ -94,7 +94,7 @@ template <int PAIRS> __device__ __forceinline__ void x_addresses(unsigned (&at)[
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     at[i] = stage + place(row, (i * 2 & (PAIRS == 8 ? 4 : 6)) + chunk);
-    asm volatile("" : "+r"(at[i]));  // or else the compiler computes it again for each stage
+    asm volatile("" : "+r"(at[i]));  // keeps the compiler from computing it again in each stage
   }
 }
 
@@ -138,7 +138,7 @@ template <int PAIRS> __device__ __forceinline__ void multiply(
   }
 }
 
-// total += a stage's products, by wgmma. None is under way when it returns, so that the stage may be filled again.
+// total += a stage's products, by wgmma. All wgmma have ended when it returns, so that the stage may be refilled.
 __device__ __forceinline__ void multiply_many(float (&total)[HEIGHT][TILES][4], const Share& share, unsigned right) {
   unsigned long long b = descriptor(right);
   float sums[GROUP ? TILES : 1][4];
@@ -167,9 +167,9 @@ __device__ __forceinline__ void multiply_many(float (&total)[HEIGHT][TILES][4], 
   }
 }
 
-// A token's out [N] = residual [N] + the sum over the cluster's blocks of their `outputs` [BLOCK_N] in shared memory,
-// which are the columns from `first` on. Blocks divide them by pieces of eight columns: with 64 outputs and eight
-// blocks, block 3 adds up piece 3, which all blocks store to its shared memory.
+// A token's out [N] = residual [N] + the sum over the cluster's blocks of their `outputs` [BLOCK_N] in shared memory;
+// these are the columns from `first` on. The blocks divide the columns in pieces of eight. For example, with 64 outputs
+// and eight blocks, all blocks store their piece 3 to the shared memory of block 3, which adds them up.
 __device__ __forceinline__ void add_up(const uint4* outputs, int first, const T* residual, T* out, int N) {
   constexpr int PIECES = BLOCK_N / 8, OWN_PIECES = (PIECES + TAKEN - 1) / TAKEN;
   __shared__ uint4 parts[TAKEN][OWN_PIECES];  // outputs of the cluster's blocks
@@ -217,8 +217,8 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
     for (int s = 0; s < STAGES; ++s) init(&full[s], 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  // The plan and the router's logits were written before the predecessor of the second product, which may therefore
-  // read them, and begin to load weights, before it waits.
+  // The predecessor of the second product is the first product. It writes neither the plan nor the router's logits, so
+  // the second product may read them, and begin to load weights, before it waits.
   if (GATED) wait_for_predecessor(), start_successor();
   if (SUMS) __syncwarp(), arrive_at_cluster();
 #if ROUTE
@@ -227,7 +227,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
   const L* logits = router_logits + tile_index / TAKEN * LOGITS;
   if (thread < 32) route(logits, weighting, first_expert, held, expert_scale, experts, weights);
   __syncthreads();
-  bool here = experts[tile_index % TAKEN] >= 0;  // else another rank holds the expert, and zeros are added
+  bool here = experts[tile_index % TAKEN] >= 0;  // false: another rank holds the expert, and zeros are added
   if (GATED && !here) return;
   Tile tile = {max(experts[tile_index % TAKEN], 0), tile_index, 1, 0};
 #else
@@ -250,7 +250,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
     expect(barrier, W_TILES * (bytes + (S_UNITS ? scale_bytes : 0)));
     unsigned char* to = stage_of(step) + X_STAGE;
 #pragma unroll
-    for (int w = 0; w < W_TILES; ++w) {  // beyond the weight any tile will do
+    for (int w = 0; w < W_TILES; ++w) {  // tiles after the weight's last one load any valid tile
       long long at = (long long)tile.expert * row_tiles + min(column_block * W_TILES + w, row_tiles - 1);
       copy_bytes(to + w * W_TILE, (const unsigned char*)weight + (at * chunks + first_chunk) * CHUNK, bytes, barrier);
       if (S_UNITS)

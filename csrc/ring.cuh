@@ -1,10 +1,11 @@
-// Ring of stages in shared memory, through which a block of a product streams its columns of the weight and of x.
+// Ring of stages in shared memory: a pipeline through which a block of a GEMM streams its columns of the weight and x.
 //
-// Producers are single threads that issue the copies: with PRODUCERS 32 (threads) one for both operands, otherwise one
-// for the weight and one for x in another warp. The ring is filled with weights before the predecessor has ended. With
-// PRODUCERS 64 that is paced while the predecessor runs: its own reads would queue up behind weights that are requested
-// all at once. The barriers `full` and `empty` are those of small_batch_gemm.cu. The file that includes this defines
-// the stage: its `load_weight` and `load_x` issue the copies of one step.
+// A producer is a single thread that issues TMA copies. With PRODUCERS 32 (threads) one producer loads both operands;
+// otherwise one loads the weight, and one in another warp loads x. The ring is filled with weights before the
+// predecessor has ended. With PRODUCERS 64 this happens at a limited rate while the predecessor runs: if all weights
+// were requested at once, the predecessor's own reads would queue after them. The mbarriers `full` and `empty` work as
+// in small_batch_gemm.cu. The file that includes this one defines the contents of a stage: its `load_weight` and
+// `load_x` issue the copies of one step.
 #pragma once
 #include "sums.cuh"
 
@@ -19,23 +20,23 @@ constexpr int CYCLES_OF_KILOBYTE = 40;       // pace of later stages on a multip
 
 struct Ring {
   Barrier full[STAGES], empty[STAGES];
-  Barrier released;  // PACED: the predecessor has ended
+  Barrier released;  // if PACED: completes when the predecessor has ended
 };
 
 __device__ __forceinline__ bool loads_weights() { return threadIdx.x == MULTIPLIERS; }
-// True in the warp that loads weights at a pace, and therefore does not wait for the predecessor with the others.
+// True in the warp that loads weights at a limited rate; it does not wait for the predecessor with the other warps.
 __device__ __forceinline__ bool fills_early() { return PACED && threadIdx.x / 32 == MULTIPLIERS / 32; }
 __device__ __forceinline__ bool loads_x() { return threadIdx.x == MULTIPLIERS + (TWO_PRODUCERS ? 32 : 0); }
 
-// Copy one step's columns of ROW_GROUPS tiles of a packed weight, 64 rows each, from tile `tile` on, and behind them
-// the scales of their groups.
+// Copy one step's columns of ROW_GROUPS tiles of a packed weight, 64 rows each, from tile `tile` on; the scales of
+// their groups are copied after them.
 template <int BYTES, int SCALES_BYTES>
 __device__ __forceinline__ void copy_weight(
     unsigned char* to, const unsigned* weight, const unsigned* scales, int tile, int tiles, int steps, int begin,
     int step, Barrier* barrier) {
 #pragma unroll
   for (int w = 0; w < ROW_GROUPS; ++w) {
-    long long at = (long long)min(tile + w, tiles - 1) * steps + begin + step;  // beyond the weight any tile will do
+    long long at = (long long)min(tile + w, tiles - 1) * steps + begin + step;  // after the weight's end: its last tile
     copy_bytes(to + w * BYTES, (const unsigned char*)weight + at * BYTES, BYTES, barrier);
     if (SCALES_BYTES)
       copy_bytes(
@@ -45,7 +46,7 @@ __device__ __forceinline__ void copy_weight(
 }
 
 // Initialize the barriers and request the first stages of weights. All threads call it before they wait for the
-// predecessor. That wait stands in the kernel's own file, where kernel/compile.py looks for it.
+// predecessor. That wait must be in the kernel's own file, because kernel/compile.py looks for it there.
 template <typename Load>
 __device__ __forceinline__ void open(
     Ring& ring, Barrier& received, const TensorMap& x_map, int count, Load load_weight) {

@@ -1,9 +1,9 @@
-// Between the QKV product and attention, in one launch: RMSNorm of each q and k head (Qwen3), rotary embedding, and the
-// store of k and v into the paged cache. A warp processes as many heads of a token as it reads with two loads of 16
-// bytes a lane, so that it reads the token's angles once for all of them. -DHEAD_DIM is 64, 128 or 256, of 16-bit T
-// also 512; -DCACHE: fp8.cuh. For example, with HEAD_DIM 128 and 16-bit T a warp takes 4 heads of a token, 8 lanes
-// each: lane 5 of warp 1 of block 0 has, of more than four heads, token 0's head 4, of it the dimensions 40 to 47 and,
-// rotated with them, 104 to 111.
+// Operations between the QKV product and attention, in one launch: RMSNorm of each q and k head (Qwen3), rotary
+// embedding, and the store of k and v into the paged cache. A warp processes as many heads of one token as two loads of
+// 16 bytes per lane can read, so that it reads the token's angles once for all of them. -DHEAD_DIM is 64, 128 or 256,
+// and with 16-bit T also 512; -DCACHE: see fp8.cuh. Example: with HEAD_DIM 128 and 16-bit T a warp has 4 heads of a
+// token and 8 lanes per head. If there are more than four heads, lane 5 of warp 1 of block 0 has head 4 of token 0:
+// dimensions 40 to 47, and dimensions 104 to 111, which are rotated with them.
 #include "fp8.cuh"
 
 constexpr int HALF = HEAD_DIM / 2;

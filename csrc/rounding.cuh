@@ -1,11 +1,12 @@
-// Rounding of x to FP8 (e4m3) with a scale of its own for each group of values: the largest one becomes 448.
+// Rounding of x to FP8 (e4m3) with one scale per group of values, chosen so that the largest magnitude becomes 448.
 #pragma once
 #include "fp8.cuh"
 
 __device__ __forceinline__ float fp8_scale(float largest) { return fmaxf(largest, 1e-10f) / 448.f; }
 
-// x / scale rounded as by a division, from the scale's reciprocal: an estimate, corrected by its remainder (Markstein,
-// "Computation of elementary functions on the IBM RISC System/6000 processor", 1990).
+// Compute x / scale, rounded as a division would be, from the scale's reciprocal: the product with the reciprocal is an
+// estimate, which is corrected by its remainder (Markstein, "Computation of elementary functions on the IBM RISC
+// System/6000 processor", 1990).
 __device__ __forceinline__ float divide(float x, float scale, float reciprocal) {
   float y = x * reciprocal;
   return fmaf(fmaf(-y, scale, x), reciprocal, y);

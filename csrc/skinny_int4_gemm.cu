@@ -1,22 +1,23 @@
-// Products of a decode's few rows with 4-bit weights on Hopper: y [M, N] = x [M, K] @ weight [N, K]^T, M up to 16.
+// Skinny GEMM with a 4-bit weight on Hopper, for decode batches of a few rows: y [M, N] = x [M, K] @ weight [N, K]^T,
+// with M up to 16. x and y are T (bf16 or f16), the weight is packed (quantized.cuh), sums are float32.
 //
-// Blocks, clusters and the ring are as in quantized_gemm.cu, but a stage has one warp as its consumer, which multiplies
-// all of its BLOCK_N rows of the weight with all of its columns by `mma` (mma.cuh), so that x is read from shared
-// memory once. The warps take stages in turn and add up their sums behind the main loop, so none waits for another one,
-// nor for its own products.
+// Blocks, clusters (split-K) and the ring are as in quantized_gemm.cu, but each stage has a single warp as its
+// consumer. This warp multiplies all BLOCK_N rows of the weight with all columns of the stage by `mma` (mma.cuh), so
+// that x is read from shared memory only once. The warps take stages in turn and add up their sums after the main loop,
+// so no warp waits for another one or for its own products.
 //
-// Decoding takes most of the instructions, so levels are not converted: two of them become values of T by one shift and
-// one LOP3. In bf16 a level q is the number 128 + q, and 128 and the zero point z are subtracted from a group's sums:
-// sum((q - z) * x) = sum((128 + q) * x) - (128 + z) * sum(x). In f16 it is the subnormal number q / 2^24, since 1024 +
-// q would leave the sums too few bits where the mean of x is not 0. The sum of x is a product, too, with a left operand
-// of ones. All products are exact; sums are scaled by group in float32.
+// Most instructions decode the weight, so levels are not converted by arithmetic: one shift and one LOP3 turn two
+// levels into values of T. In bf16 a level q becomes 128 + q, and the zero point z and 128 are subtracted from a
+// group's sums: sum((q - z) * x) = sum((128 + q) * x) - (128 + z) * sum(x). In f16 it becomes the subnormal number q /
+// 2^24, because 1024 + q would leave too few bits to the sums if the mean of x is not 0. A product with a left operand
+// of ones gives the sum of x. All products are exact; the sums of a group are multiplied by its scale in float32.
 //
-// NORM: x is RMS-normed (sums.cuh): multiplied by the norm's weight as it is loaded, and by the scales of its rows in
-// the epilogue. Squares are a product of x with itself.
+// NORM: x is RMS-normed (sums.cuh): it is multiplied by the norm's weight as it is loaded, and by the scales of its
+// rows in the epilogue. The sums of squares come from a product of x with itself.
 //
-// STAGES is a multiple of the number of warps, or at least a block's number of steps, so that all uses of a stage are
-// one warp's: one bit of parity tells it which phase of the barrier to wait for. K is a multiple of BLOCK_K. T is bf16
-// or f16.
+// STAGES is a multiple of the number of warps, or at least the number of steps of a block. A stage is then always used
+// by the same warp, so that one parity bit tells the warp which phase of the mbarrier to wait for. K must be a multiple
+// of BLOCK_K.
 #define READERS 1
 #include "ring.cuh"
 #include "quantized.cuh"
@@ -38,7 +39,7 @@ static_assert(WEIGHT == INT4 && CHUNK_K == 64 && GROUP >= 32);
 
 extern __shared__ __align__(1024) unsigned char memory[];  // the ring; then the sums
 
-// Load the right operands of eight rows and 64 columns of x: b[2s] and b[2s + 1] are those of step s.
+// Load the right operands of eight rows and 64 columns of x: b[2s] and b[2s + 1] are the operand of step s.
 __device__ __forceinline__ void load_right(unsigned (&b)[8], unsigned box) {
   int lane = threadIdx.x & 31, row = lane & 7;
   unsigned line = box + row * LINE;
@@ -58,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) skinny_int4_gemm(
   __shared__ alignas(16) float squares[(SPLIT + 1) * M_MAX];
   __shared__ float squares_of_warps[NORM ? WARPS_K : 1][M_MAX];
   int split = blockIdx.x, thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
-  int first = blockIdx.y * x_rows;  // of x
+  int first = blockIdx.y * x_rows;  // first row of x
   M = min(M, first + x_rows);       // where the block's rows of x end
   int steps = K / BLOCK_K, begin = steps * split / SPLIT, count = steps * (split + 1) / SPLIT - begin;
   int tile = blockIdx.z * ROW_GROUPS, tiles = (N + 63) / 64;

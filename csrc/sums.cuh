@@ -1,14 +1,16 @@
-// Split-K epilogue of the products whose warpgroups have 64 rows of the weight each. The blocks of a cluster, each of
-// which has multiplied a part of K, send their partial sums to one another through distributed shared memory. Then each
-// block adds up the sums of some rows of x in the order of the blocks (`add_up_rows`), or of some columns of y where x
-// has fewer tiles of eight rows than there are blocks (`add_up_columns`). All that one block sends to another one is a
-// single bulk copy: thousands of small stores would take longer than the products.
+// Split-K epilogue of the GEMMs whose warpgroups have 64 rows of the weight each. Each block of a cluster has
+// multiplied a part of K. The blocks send their partial sums to one another through distributed shared memory. Then
+// each block adds up the sums of some rows of x (`add_up_rows`), always in the order of the blocks. If x has fewer
+// tiles of eight rows than the cluster has blocks, each block adds up some columns of y instead (`add_up_columns`). A
+// block sends everything for another block in a single bulk copy, because thousands of small stores would take longer
+// than the main loop.
 //
 // A lane's sums are laid out like the accumulators of `mma` (mma.cuh): lane 5 of a warpgroup's warp 1 has in sums[t]
 // y[8t + 2][17], y[8t + 3][17], y[8t + 2][25] and y[8t + 3][25], columns counted from the warpgroup's first.
 // GATED: y [M, N / 2] = activation(gate) * up. Of each 16 rows of the weight the first 8 are gates and the next 8 their
 // ups, so that a lane has both.
-// NORM: x is RMS-normed. The scale of a row is known once all of it has been read, and is multiplied into the sums.
+// NORM: x is RMS-normed. The scale of a row is known only after the whole row has been read, so it is multiplied into
+// the sums here.
 #pragma once
 #include "hopper.cuh"
 #include "mma.cuh"
@@ -108,8 +110,8 @@ struct Factors {
 };
 
 // Add up and write this block's share of y for the rows of x from `first` on. `memory`, where the ring was, is free now
-// in all blocks: it gets the block's own sums [owner, tile of eight rows, thread] and behind them, if SPLIT > 1, the
-// received ones [split, tile, thread].
+// in all blocks. It is reused for the block's own sums [owner, tile of eight rows, thread]; if SPLIT > 1, the received
+// sums [split, tile, thread] follow them.
 __device__ __forceinline__ void add_up_rows(
     float (*sums)[4], float* memory, Barrier* received, int first, int M, int N, const Factors& factors,
     const RowScale& row_scale, const T* residual, T* out) {
@@ -185,8 +187,9 @@ __device__ __forceinline__ void add_up_rows(
   if (SPLIT > 1) wait_for_cluster();
 }
 
-// Add up and write this block's share of the columns of y (add_up_rows: of the rows). `memory` gets the block's own
-// sums [owner, row of the weight, row of x] and behind them the received ones [split, row of the weight, row of x].
+// Add up and write this block's share of the columns of y, where add_up_rows takes a share of the rows. `memory` is
+// used for the block's own sums [owner, row of the weight, row of x], followed by the received ones [split, row of the
+// weight, row of x].
 __device__ __forceinline__ void add_up_columns(
     const float (*total)[4], float* memory, Barrier* received, int first, int rows, int N,
     const float* row_scales, const T* bias, const RowScale& row_scale, const T* residual, T* out) {
@@ -240,7 +243,8 @@ __device__ __forceinline__ void add_up_columns(
   wait_for_cluster();
 }
 
-// Add up the sums of the K_PARTS warpgroups that have the same rows of the weight; true in the one that gets the total.
+// Add up the sums of the K_PARTS warpgroups that have the same rows of the weight; returns true in the warpgroup that
+// gets the total.
 __device__ __forceinline__ bool add_parts(float (*sums)[4], float* memory, int part) {
   int thread = threadIdx.x % CONSUMERS;
   asm volatile("bar.sync 2, %0;" ::"n"(MULTIPLIERS) : "memory");  // the ring is read
@@ -260,7 +264,8 @@ __device__ __forceinline__ bool add_parts(float (*sums)[4], float* memory, int p
   return part == 0;
 }
 
-// The epilogue. `adds`: the thread has sums over all columns that the block has multiplied; the others leave.
+// Run the epilogue. `adds`: this thread has the sums over all columns that the block has multiplied; other threads
+// return at once.
 __device__ __forceinline__ void add_up(
     bool adds, float (*sums)[4], float* memory, Barrier* received, int first, int M, int N, const Factors& factors,
     const float* row_scales, const T* bias, const T* residual, T* out, const RowScale& row_scale = {}) {

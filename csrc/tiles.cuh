@@ -1,6 +1,6 @@
-// Tiles of 16-bit values in shared memory: asynchronous copies into them (cp.async), and loads of 8 x 8 matrices, the
-// operands of `mma`, out of them (ldmatrix). An address in shared memory is a pointer, or its `shared_address`. Rows of
-// a tile that are 16 bytes longer than a multiple of 128 lie in different banks.
+// Tiles of 16-bit values in shared memory: asynchronous copies into them (cp.async), and loads of 8 x 8 matrices from
+// them as operands of `mma` (ldmatrix). An address in shared memory is a pointer or its `shared_address`. If a row has
+// 16 bytes more than a multiple of 128, successive rows of the tile lie in different banks.
 #pragma once
 #include "common.cuh"
 
@@ -12,8 +12,8 @@ __device__ __forceinline__ void copy_16(unsigned to, const void* from, bool real
 __device__ __forceinline__ void copy_16(void* to, const void* from, bool real = true) {
   copy_16(shared_address(to), from, real);
 }
-// `commit_group` makes a group of this thread's copies since the last call; `wait_group` waits until all of its groups
-// but the newest PENDING have arrived.
+// `commit_group` makes one group of this thread's copies since its last call; `wait_group` waits until all of the
+// thread's groups but the newest PENDING have arrived.
 __device__ __forceinline__ void commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING> __device__ __forceinline__ void wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");

@@ -1,5 +1,5 @@
-// Upcast of K and V from FP8 to T, for attention backends that read 16 bits: of the pages that a step reads. T can
-// represent every e4m3 value.
+// Upcast of K and V from FP8 to T, for attention backends that read only 16-bit types. Only the pages that a step reads
+// are upcast. T can represent every e4m3 value, so nothing is lost.
 #include "fp8.cuh"
 
 struct alignas(16) Eight { T v[8]; };
