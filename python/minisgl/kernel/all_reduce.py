@@ -1,9 +1,9 @@
 """All-reduce by writing into the peers' GPU memory: csrc/all_reduce.cu on one allocation of torch's symmetric memory.
 
-NCCL takes some 20 us for the hidden states of a few rows, and a decode needs two all-reduces a layer; a write to a peer
-arrives in 1 or 2 us. Ranks are GPUs of one host that reach each other's memory, which is tested at the start; where
-they do not, and for large tensors, NCCL is used. CUDA graphs can capture all calls, since the device itself keeps track
-of which buffer is next.
+NCCL takes some 20 us for the hidden states of a few rows, and a decode needs two all-reduces per layer; a write to a
+peer arrives in 1 or 2 us. The ranks must be GPUs of one host that can access each other's memory, which is tested at
+start. Otherwise, and for large tensors, NCCL is used. CUDA graphs can capture all calls, because the device itself
+keeps track of which buffer is next.
 """
 
 from __future__ import annotations
@@ -51,13 +51,14 @@ class PushSizes(NamedTuple):
         return max(ranks * self.one_shot, 2 * self.two_shot + ranks * _VECTOR_BYTES)
 
 
-# Limits by the number of ranks. Those for 2 ranks were measured on H200 (docs/performance.md). Those for 4 and 8 were
-# not: one_shot is as published for SGLang's kernels of this kind on H200, two_shot is a guess.
+# Limits by the number of ranks. The limits for 2 ranks were measured on H200 (docs/performance.md). The limits for 4
+# and 8 ranks were not measured: one_shot is the limit published for SGLang's kernels of this kind on H200, two_shot is
+# a guess.
 PUSH_SIZES = {2: PushSizes(4 << 20, 16 << 20), 4: PushSizes(384 << 10, 8 << 20), 8: PushSizes(128 << 10, 8 << 20)}
 
 
 class LaunchShape(NamedTuple):
-    """Threads of a block, and the most blocks of a launch: as many as can run at a time."""
+    """Threads per block, and the most blocks per launch: as many as can run at the same time."""
 
     threads: int = 512
     max_blocks: int = 264
@@ -190,7 +191,7 @@ class PushAllReduce:
         )
 
     def gather(self, x: Tensor, width: int | None = None, out: Tensor | None = None) -> Tensor:
-        """Return the first `width` columns of the ranks' x [T, n] side by side, in `out` if given."""
+        """Concatenate the ranks' x [T, n] along the columns and return the first `width` columns, in `out` if given."""
         rows, columns = x.shape
         if width is None:
             width = self._ranks * columns
@@ -278,8 +279,8 @@ def connect_push(
 ) -> PushAllReduce | None:
     """Return this rank's side; None, after a log line, if some rank cannot reach another.
 
-    `smallest` returns the least of the ranks' values once all ranks have called it, behind the work queued on their
-    current streams.
+    `smallest` returns the least of the ranks' values once all ranks have called it, after the work that is queued on
+    their current streams.
     """
     rank, ranks = group.rank(), group.size()
     why = _obstacle(rank, ranks, device)

@@ -1,4 +1,4 @@
-"""Choice of the fused operations' implementation: the kernels of csrc/ where their packages and the driver allow."""
+"""Choice of the fused operations' implementation: kernels of csrc/ if packages and driver support them, else torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def has_kernels(device: torch.device) -> bool:
 
 
 def kernels_missing(device: torch.device) -> str | None:
-    """Name what csrc/ needs to be compiled and run for this device and is not there, or return None."""
+    """Return the name of what is missing to compile and run csrc/ for this device, or None."""
     if device.type != "cuda":
         return "a GPU"
     why = import_error("cuda.core", "cuda-core", "cuda") or import_error("cuda.bindings", "cuda-bindings", "cuda")
@@ -51,9 +51,9 @@ def kernels_missing(device: torch.device) -> str | None:
 
 
 def driver_missing(compiler: tuple[int, int], driver: tuple[int, int]) -> str | None:
-    """Return what a driver for `driver`'s CUDA (major, minor) lacks to load this compiler's output, or None.
+    """Return what a driver of CUDA version `driver` (major, minor) lacks to load this compiler's output, or None.
 
-    Within a major version of CUDA older drivers load newer binaries; older majors refuse them.
+    Within one major version of CUDA, older drivers load newer binaries. Drivers of an older major version refuse them.
     """
     if driver[0] >= compiler[0]:
         return None

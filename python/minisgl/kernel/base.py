@@ -1,4 +1,4 @@
-"""The fused operations that layers call. `TorchOps` is the reference, `CudaOps` the same on kernels of csrc/."""
+"""Interface of the fused operations that layers call: `TorchOps` is the reference, `CudaOps` runs kernels of csrc/."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ExpertMatrices: TypeAlias = "Tensor | PackedExperts"
 """A matrix of each expert, [experts, out, in], in the model's dtype or as a checkpoint has them."""
 
 Activation = Literal["silu", "gelu_tanh"]  # activation of a gated MLP; gelu_tanh: gelu's tanh approximation
-GateActivation: TypeAlias = Activation | Literal["sigmoid"]  # the latter: of a gate of attention's output
+GateActivation: TypeAlias = Activation | Literal["sigmoid"]  # sigmoid: of a gate of attention's output
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,10 @@ ExpertActivation: TypeAlias = Activation | ClampedSwiGLU
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Choice of a token's experts: the `top_k` with the largest scores, which are their weights too.
+    """Choice of a token's experts: the `top_k` with the largest scores; the scores are also their weights.
 
-    With `groups` (DeepSeek V3) the experts stand in so many equal groups, and only those of the `top_groups` compete
-    whose best `group_scores` scores have the largest sums.
+    With `groups` (DeepSeek V3) the experts form this many groups of equal size. A group's score is the sum of its best
+    `group_scores` scores, and only experts of the `top_groups` groups with the largest scores can be chosen.
     """
 
     top_k: int
@@ -50,7 +50,7 @@ class Routing:
 
     @property
     def plain(self) -> bool:
-        """True if nothing but the largest probabilities of a softmax decides, as the kernels of csrc/ have it."""
+        """True if the experts are simply those with the largest softmax probabilities, as moe.cu routes."""
         return (self.score, self.groups, self.scale) == ("softmax", 1, 1.0)
 
 
@@ -69,7 +69,7 @@ class SharedExpert(NamedTuple):
     """Gated block that every token goes to besides its experts, as large as n of them: w13 [2 * n * I, H] with the gate
     first, w2 [H, n * I].
 
-    `weighed`: its output times the sigmoid of a logit, which stands behind those of the experts.
+    `weighed`: its output is multiplied by the sigmoid of a logit, which follows the experts' logits.
     """
 
     w13: Tensor
@@ -81,7 +81,8 @@ class Mixture(NamedTuple):
     """Experts of a sparse layer, and how tokens are sent to them.
 
     w13 is [experts, 2 * I, H] with the gate first, w2 [experts, H, I]: expert e gives w2[e] @ activated(w13[e] @ x),
-    where "silu" is silu(gate) * up. They may be fewer than `num_experts`: those from `first` on. Others add nothing.
+    where "silu" is silu(gate) * up. The matrices may have fewer experts than `num_experts`: those from `first` on. The
+    other experts add nothing.
     """
 
     w13: ExpertMatrices
@@ -111,7 +112,7 @@ class Heads:
     """
 
     num_heads: int
-    num_kv_heads: int  # 0: there are queries alone, which attend to K and V of an earlier layer
+    num_kv_heads: int  # 0: the layer has only queries, which attend to K and V of an earlier layer
     cos_sin: Tensor
     q_norm: Norm | None  # norm of each query head before its rotation (Qwen3)
     k_norm: Norm | None
@@ -141,7 +142,7 @@ class DeltaHeads:
 
 
 class Product(NamedTuple):
-    """Matrix product of a model's steps, for which kernels are compiled: weight [width, size], behind a norm or not."""
+    """Matrix product of a model's steps, for which kernels are compiled: weight [width, size], maybe with a norm."""
 
     width: int
     size: int
@@ -156,13 +157,13 @@ class ExpertKind(NamedTuple):
     top_k: int
     activation: ExpertActivation
     form: LevelFormat | None = None  # format of experts that stay quantized
-    shared: int = 0  # experts as large as the block that every token goes to besides
+    shared: int = 0  # size of the shared expert, in routed experts
     weighed: bool = False  # `SharedExpert.weighed`
     logits: torch.dtype | None = None  # type of the router, if not the model's dtype
 
 
 class LatentDims(NamedTuple):
-    """Sizes in latent attention: of the latent, of a head's query that is rotated and that is not, and of its value."""
+    """Sizes in latent attention: the latent, a head's query with and without rotation, and a head's value."""
 
     rank: int
     rope: int
@@ -185,7 +186,7 @@ class KernelNeeds:
 
 
 class LatentRows(NamedTuple):
-    """Rows that a step stores in a layer of latent attention, and how they are finished: normed, then rotated.
+    """Rows that a step stores in a layer of latent attention, and the parameters to norm and rotate them first.
 
     Latents have `rank` = len(norm.weight) numbers.
     """
@@ -205,7 +206,7 @@ class DecodeInputs(NamedTuple):
     positions: Tensor  # [rows] int64
     out_cache_loc: Tensor  # [rows] int64: page * page_size + offset
     kv_lens: Tensor  # [rows] int32
-    page_table: Tensor  # [rows, max_pages] int32; beyond a row's length it may hold anything
+    page_table: Tensor  # [rows, max_pages] int32; undefined after a row's length
 
 
 class Weight(Protocol):
@@ -216,7 +217,7 @@ class Weight(Protocol):
 
     @property
     def tensor(self) -> Tensor:
-        """The matrix as products of many rows read it."""
+        """Return the matrix in the form that products of many rows read."""
 
     @property
     def label(self) -> str:
@@ -254,7 +255,7 @@ class Ops(Protocol):
     def embed(self, ids: Tensor, weight: Tensor, first: int | None = None) -> Tensor:
         """ids [T] int64, weight [vocab, H] -> weight[ids], [T, H].
 
-        With `first` the weight is of the ids from there on, and others give zeros.
+        With `first` the weight has the ids from `first` on; other ids give zeros.
         """
 
     def bind(self, weight: Tensor, grid: Int4Grid | None = None) -> Weight:
@@ -288,7 +289,7 @@ class Ops(Protocol):
         """
 
     def activate(self, gate: Tensor, up: Tensor, activation: GateActivation) -> Tensor:
-        """activation(gate) * up, both [T, I] of rows that may be apart: [T, I]. May overwrite the gate."""
+        """Return activation(gate) * up, [T, I]. Rows of gate and up may be strided. May overwrite the gate."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         """x [T, in], weight [out, in], bias [out], residual [T, out] -> x @ weight.T + bias + residual, [T, out].
@@ -321,18 +322,18 @@ class Ops(Protocol):
     def delta_step(
         self, projected: Tensor, heads: DeltaHeads, inputs: Tensor, memory: Tensor, rows: SingleRows, out: Tensor
     ) -> None:
-        """Rows of one token through a Gated DeltaNet: their tokens of projected [T, width] to those of `out`
-        [T, value_heads * value_dim].
+        """Compute rows of one token through a Gated DeltaNet: read their tokens of projected [T, width] and write the
+        same tokens of `out` [T, value_heads * value_dim].
 
         Updates the rows' `inputs` [slots, conv_size - 1, channels] and `memory` [slots, value_heads, key_dim,
-        value_dim] float32. Slots may repeat only as scratch.
+        value_dim] float32. Only the scratch slot may occur several times.
         """
 
     def delta_chunks(
         self, projected: Tensor, heads: DeltaHeads, inputs: Tensor, memory: Tensor, rows: ChunkedRows, out: Tensor
     ) -> None:
-        """Compute rows of several tokens as `delta_step` does those of one. Of rows without padded chunks, other tokens
-        of `out` may be overwritten too.
+        """Compute rows of several tokens, as `delta_step` computes rows of one token. If the rows have no padded
+        chunks, other tokens of `out` may be overwritten too.
         """
 
     def delta_graph_safe(self, heads: DeltaHeads, dtype: torch.dtype, /) -> bool:
@@ -359,7 +360,7 @@ class Ops(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Begin a mixture of experts: x [T, H], weight [experts, H] -> rms_norm(x), and its logits in their dtype.
 
-        `gate` [1, H]: of a shared expert that `merges_shared`, whose logit stands behind the others.
+        `gate` [1, H] belongs to a shared expert that `merges_shared`; its logit follows the others.
         """
 
     def norm_moe(
@@ -375,7 +376,7 @@ class Ops(Protocol):
         """Return rms_norm(x) and a mixture of experts of it: `norm_router` and `moe` of its logits."""
 
     def moe(self, x: Tensor, router_logits: Tensor, mixture: Mixture, residual: Tensor | None = None) -> Tensor:
-        """A mixture of gated experts: x [T, H] -> the weighted sum of the outputs of each token's experts, [T, H].
+        """Compute a mixture of gated experts: x [T, H] -> the weighted sum of each token's experts' outputs, [T, H].
 
         The residual [T, H] is added, if there is one, and the output of the mixture's shared expert, which is given
         only if `merges_shared`.
@@ -385,12 +386,12 @@ class Ops(Protocol):
         """
 
     def moe_chosen(self, x: Tensor, weights: Tensor, experts: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-        """`moe` with silu and without biases of tokens whose experts are chosen: their ids [T, top_k], each of a token
-        once, and their weights.
+        """Compute `moe`, with silu and without biases, for tokens whose experts are already chosen: ids [T, top_k],
+        distinct within a token, and their weights.
         """
 
     def merges_shared(self, tokens: int, mixture: Mixture, /) -> bool:
-        """Return True if the mixture has a shared expert that `norm_router` and `moe` include for so many tokens."""
+        """Return True if `norm_router` and `moe` include the mixture's shared expert for this number of tokens."""
 
     def moe_graph_safe(self, mixture: Mixture, /) -> bool:
-        """Return True if `moe` launches the same work whatever its data, as a CUDA graph demands."""
+        """Return True if `moe` launches the same work for any data, as a CUDA graph requires."""

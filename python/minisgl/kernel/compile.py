@@ -1,4 +1,4 @@
-"""Compiles csrc/ at start with NVRTC, through NVIDIA's cuda-core: no toolkit, no headers, milliseconds a file.
+"""Compiles csrc/ at start with NVRTC, through NVIDIA's cuda-core: no toolkit, no headers, milliseconds per file.
 
 Compiled code is kept in the user's cache folder, where later starts find it. Kernels are launched on torch's current
 stream, so that torch's CUDA graphs capture them.
@@ -71,7 +71,7 @@ class Compiler:
     def _make(self, spec: KernelSpec) -> Launcher:
         self.begin([spec])
         kernel = self._modules[_module_key(spec)].result().get_kernel(spec.name)
-        if spec.shared_bytes:  # with what is declared it may be more than the 48 KiB that need no asking
+        if spec.shared_bytes:  # with static memory it may exceed 48 KiB, which must be requested
             self._set(kernel, _Attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, spec.shared_bytes)
         if spec.sm_shared_bytes:
             largest = self._device.properties.max_shared_memory_per_multiprocessor
@@ -138,7 +138,7 @@ def _module_key(spec: KernelSpec) -> _ModuleKey:
 
 
 def tensor_map(tensor: Tensor, *box: int) -> TensorMapDescriptor:
-    """Describe a tensor of 8 or 16-bit values, of which the tensor memory accelerator fetches boxes of this shape."""
+    """Create the TMA descriptor of a tensor of 8 or 16-bit values, which is copied in boxes of this shape."""
     bits = torch.uint8 if tensor.itemsize == 1 else torch.uint16
     view = StridedMemoryView.from_any_interface(tensor.view(bits), stream_ptr=-1)
     return view.as_tensor_map(box, swizzle=TensorMapSwizzle.SWIZZLE_128B, l2_promotion=TensorMapL2Promotion.L2_256B)

@@ -1,7 +1,7 @@
 """Compiles C++ of csrc/ with the machine's compiler, in about a second, and keeps it in the user's cache folder.
 
-For CPUs torch has no compiler of its own, so that the products made here are an extra: where they cannot be had, others
-take their place, and the log says so.
+A machine need not have a C++ compiler, so the kernels compiled here are optional: if they cannot be compiled, torch's
+products are used instead, and the log says so.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _SECONDS = 120
 
 
 class CompilationError(Exception):
-    """There is no compiler, or it or the library fails; the message says which."""
+    """Raised if there is no compiler, or if the compiler or the library fails; the message says which."""
 
 
 def load_library(file: str, *flags: str, environ: Mapping[str, str] = os.environ) -> ctypes.CDLL:
-    """Return the library of a file of csrc/, compiled with `flags` by $CXX or g++ if the cache has none of it.
+    """Return the library of a file of csrc/, compiled with `flags` by $CXX or g++ unless the cache already has it.
 
-    CompilationError if that cannot be.
+    Raises CompilationError if it cannot be compiled or loaded.
     """
     compiler = shlex.split(environ.get("CXX") or "g++")
     if shutil.which(compiler[0], path=environ.get("PATH")) is None:

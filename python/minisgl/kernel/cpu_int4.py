@@ -1,4 +1,4 @@
-"""Weights of 4 bits in the layout of csrc/int4_cpu.cpp, whose products of few rows include norm, gate and residual."""
+"""4-bit weights in the layout of csrc/int4_cpu.cpp, whose products of few rows include norm, gate and residual."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Int4Linear = Callable[..., None]  # int4_linear of csrc/int4_cpu.cpp
 
 
 def load_int4_linear() -> Int4Linear:
-    """Return the kernel, compiled if it has not been on this machine. CompilationError if it cannot be."""
+    """Return the kernel, compiled at its first use on this machine. Raises CompilationError if that fails."""
     if not torch.cpu.get_capabilities().get("avx512_bf16"):
         raise CompilationError("this CPU has no AVX512-BF16")
     kernel = load_library("int4_cpu.cpp", *_FLAGS).int4_linear
@@ -34,9 +34,9 @@ def load_int4_linear() -> Int4Linear:
 
 
 class TiledInt4Weight:
-    """Implements kernel.base.Weight: 4 bits in tiles beside a dense weight of the same values, both of bfloat16.
+    """Implements kernel.base.Weight: 4-bit levels in tiles, and a dense weight of the same values, for bfloat16.
 
-    Of the dense weight each value is rounded to its dtype, of the other none.
+    Values of the dense weight are rounded to its dtype; values of the 4-bit weight are not rounded.
     """
 
     def __init__(self, ops: Ops, kernel: Int4Linear, weight: Tensor, grid: Int4Grid, dense: Weight) -> None:

@@ -1,6 +1,7 @@
 """The fused operations on a CPU: the reference's results in fewer, larger operations, and faster products.
 
-At one token a step an operation costs its dispatch, at many its memory traffic, so both are kept few and in place.
+With one token per step the cost of an operation is its dispatch, with many tokens its memory traffic. Therefore
+operations are few, and work in place.
 Where the CPU multiplies bfloat16, weights are packed once into the layout that oneDNN reads fastest.
 """
 

@@ -1,4 +1,4 @@
-"""Weights in layouts that CPUs read fastest: oneDNN's of bfloat16, and 4 bits for few rows."""
+"""Weights in the layouts that CPUs read fastest: oneDNN's layout of bfloat16, and 4-bit weights for few rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OUTPUTS = 16  # torch packs so many together
 
 
 class _CpuWeight(ABC):
-    """Weight whose layout has a product of its own; norms and activations are operations beside it."""
+    """Weight whose layout has its own product; norms and activations are separate operations."""
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
@@ -55,9 +55,9 @@ class PackedWeight(_CpuWeight):
 
 
 class Int4Weight(_CpuWeight):
-    """Implements kernel.base.Weight: 4 bits in torch's layout beside a dense weight of the same values.
+    """Implements kernel.base.Weight: 4-bit levels in torch's layout, and a dense weight of the same values.
 
-    Of the dense weight each value is rounded to its dtype, of the other none.
+    Values of the dense weight are rounded to its dtype; values of the 4-bit weight are not rounded.
     """
 
     def __init__(self, ops: Ops, weight: Tensor, grid: Int4Grid, dense: Weight) -> None:

@@ -14,7 +14,7 @@ from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec
 
 _HEAD_DIM = 128  # size of key and value heads in all published models
 _THREADS = 256  # per block, whose registers hold a value head's memory of 64 KiB
-_WAVES = 4  # blocks for each multiprocessor where blocks take rows in turn
+_WAVES = 4  # blocks per multiprocessor, if blocks take rows in turn
 
 
 class CudaDelta:
@@ -56,7 +56,7 @@ class CudaDelta:
             value_heads=heads.num_value_heads,
             width=width,
         )
-        # If only the device knows how many rows there are, a few times as many blocks as run at once suffice.
+        # If only the device knows the number of rows, a few waves of blocks suffice.
         in_turn = -(-_WAVES * self._compiler.num_sms // heads.num_value_heads)
         step(
             (heads.num_value_heads, count if rows.lengths is None else min(count, in_turn)),

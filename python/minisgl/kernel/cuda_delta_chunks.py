@@ -14,18 +14,19 @@ from minisgl.kernel.recurrent_rows import CHUNK, ChunkedRows
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 
 _HEAD_DIM = 128  # size of key and value heads in all published models
-_PADDING = 8  # 16-bit values behind each row of a tile in shared memory
+_PADDING = 8  # 16-bit values of padding after each row of a tile in shared memory
 _PREPARE_THREADS = 128
 _GATE_WARPS = 8
 _COLUMNS = 16  # columns of a memory that each warp of delta_scan holds
 _SCAN_WARPS = 1, 2, 4  # warps of a block of delta_scan that compute
 _LOADER_WARPS = 4  # warps of a block of delta_scan that load
-_WAVES = 4  # blocks for each multiprocessor where blocks take rows in turn
+_WAVES = 4  # blocks per multiprocessor, if blocks take rows in turn
 _PARTS = {torch.bfloat16: 1, torch.float16: 2}  # bf16 parts of operands that only the output depends on
 
 
 class CudaDeltaChunks:
-    """Launches the three kernels: all chunks at once, then each row's one after another, then norm and gate."""
+    """Launches the three kernels: delta_prepare on all chunks in parallel, delta_scan on each row's chunks in order,
+    and delta_gate for norm and gate."""
 
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
@@ -94,7 +95,7 @@ class CudaDeltaChunks:
         )
 
     def _prepare(self, heads: DeltaHeads, rows: ChunkedRows, dtype: torch.dtype, chunked: Mapping[str, Any]) -> None:
-        """Launch what a chunk can do without the memory, for all chunks at once."""
+        """Launch the part of the work that does not depend on the memory, for all chunks in parallel."""
         prepare, num_chunks = self._compiler.kernel(_prepare_spec, dtype, len(heads.conv)), len(rows.chunk_rows)
         prepare(
             (heads.num_key_heads, self._in_turn(rows, num_chunks, heads.num_key_heads)),
@@ -133,8 +134,8 @@ class CudaDeltaChunks:
         return most if rows.padded is not None else min(most, -(-_WAVES * self._compiler.num_sms // blocks))
 
     def _scan_warps(self, dtype: torch.dtype, memories: int) -> int:
-        """Return the computing warps of a block for `memories` rows times heads: fewer warps make more blocks, which
-        fill the GPU, but read more in all.
+        """Return the number of computing warps per block for `memories` rows times heads. Fewer warps make more blocks,
+        which fill the GPU but read more in total.
         """
         most = max(_SCAN_WARPS) if memories > self._compiler.num_sms // 8 else 2
         fitting = (warps for warps in _SCAN_WARPS if _scan_bytes(dtype, warps) <= self._compiler.block_shared_bytes)

@@ -1,7 +1,7 @@
-"""Operations of latent attention in front of the attention and behind it (csrc/latent.cu, latent_values.cu).
+"""Operations of latent attention (MLA) before and after the attention itself (csrc/latent.cu, latent_values.cu).
 
-Norm, rotation and the write to the paged cache are one launch, which for few tokens makes the absorbed queries too.
-Products of more tokens are cuBLAS's.
+Norm, rotation and the write to the paged cache are one launch, which for few tokens also computes the absorbed queries.
+With more tokens cuBLAS computes the products.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CudaLatent:
         return fits and _few(latents) and latents.is_contiguous()
 
     def store(self, rows: LatentRows, q_rope: Tensor, rotated: Tensor) -> None:
-        """Compute Ops.norm_rope_store_latent. Rows and heads may stand in larger tensors, token by token."""
+        """Compute Ops.norm_rope_store_latent. Rows and heads may be views of larger tensors, strided by token."""
         tokens, heads, rope = q_rope.shape
         if not tokens:
             return

@@ -1,6 +1,6 @@
-"""Mixture of experts on csrc/: three launches for few tokens (two with quantized experts), five for many.
+"""Mixture of experts on csrc/: three kernel launches for few tokens (two with quantized experts), five for many.
 
-The host reads nothing back: grids are as large as any routing could need, and blocks without work end at once.
+The host reads nothing back: grids are large enough for any routing, and blocks without work return at once.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class _Tiling(NamedTuple):
         return self.stages * (self.block_n + self.block_m) * _BLOCK_K * 2
 
 
-# The first tiling whose mean number of tokens of an expert is not exceeded is used, else one for many. Narrow tiles
-# waste less work on padding, wide ones read the weights less often.
+# Tilings by the mean number of tokens per expert: the first one whose limit is not exceeded is used, else the one for
+# many tokens. Narrow tiles waste less work on padding; wide tiles read the weights less often.
 _TILINGS = (
     (12.0, _Tiling(pairs=1, warps_n=4, warps_m=1, tiles=2, stages=4)),
     (24.0, _Tiling(pairs=1, warps_n=4, warps_m=1, tiles=4, stages=4)),
@@ -77,7 +77,8 @@ _TILINGS = (
 )
 _MANY = _Tiling(pairs=2, warps_n=2, warps_m=2, tiles=8, stages=3)
 _MANY_ON_HOPPER = _Tiling(pairs=1, warps_n=8, warps_m=1, tiles=16, stages=4, warpgroup=True)
-# Up to so many (token, expert) pairs, which seldom share an expert, each is a tile, and small blocks fill the GPU.
+# Up to this many (token, expert) pairs, each pair is a tile, because they seldom share an expert, and small blocks
+# fill the GPU.
 _FEW_PAIRS = 8
 _FEW = _Tiling(pairs=1, warps_n=2, warps_m=1, tiles=2, stages=6, route=True)
 
@@ -91,7 +92,7 @@ class _Kind(NamedTuple):
     top_k: int
     activation: ExpertActivation = "silu"
     shared: int = 0  # experts of the routed ones' size that make up the shared expert, to which every token goes
-    weighed: bool = False  # the shared expert's weight is the sigmoid of a logit behind those of the experts
+    weighed: bool = False  # the shared expert's weight is the sigmoid of a logit after the experts' logits
 
     @property
     def taken(self) -> int:
@@ -124,7 +125,7 @@ class _Weighting(IntEnum):
 
     PROBABILITIES = 0
     RENORMALIZED = 1
-    CHOSEN = 2  # by another kernel, for routings other than the largest probabilities of a softmax
+    CHOSEN = 2  # by another kernel, for routings other than the top-k of a softmax
 
 
 class CudaMoe:
@@ -151,7 +152,7 @@ class CudaMoe:
 
     @staticmethod
     def supports(mixture: Mixture) -> bool:
-        """Return True if the kernels can compute this layer, whatever the number of tokens."""
+        """Return True if the kernels can compute this layer for any number of tokens."""
         w13, w2, num_experts, top_k = mixture.w13, mixture.w2, mixture.num_experts, mixture.routing.top_k
         _, hidden, intermediate = w2.shape
         sizes = hidden % 8 == 0 and intermediate % 8 == 0 and num_experts <= _MAX_EXPERTS and top_k <= _MAX_TOP_K
@@ -205,7 +206,7 @@ class CudaMoe:
         return normed, self._mix(normed, plan, weighting, mixture, residual)
 
     def merges_shared(self, tokens: int, mixture: Mixture) -> bool:
-        """Return True if the shared expert of so many tokens is computed as further routed experts.
+        """Return True if for this number of tokens the shared expert is computed as additional routed experts.
 
         With more tokens separate products are as fast, and the router's launch, which also computes the logit of the
         shared expert's gate, is slower than a norm and a product.
@@ -274,7 +275,7 @@ class CudaMoe:
         )
         if summed:
             return outputs
-        # Weights say which pairs have an output where a rank holds only some of the experts.
+        # If a rank has only some of the experts, the weights say which pairs have an output.
         weights = None if plan is None or held == kind.experts else plan.weights
         return self._combine(outputs, tokens, weights, residual, kind)
 
@@ -431,7 +432,7 @@ def _empty_plan(tokens: int, device: torch.device, held: int, kind: _Kind, tile_
 
 
 def _table(weights: Tensor, chosen: Tensor, experts: int, dtype: torch.dtype) -> Tensor:
-    """[T, top_k] weights and ids -> [T, experts] with the weights, and -1 for experts that a token is not sent to."""
+    """Return [T, experts] with the weights [T, top_k] at their ids, and -1 for all other experts."""
     table = weights.new_full((len(weights), experts), -1.0, dtype=dtype)
     return table.scatter_(-1, chosen.long(), weights.to(dtype))
 

@@ -1,4 +1,4 @@
-"""The fused operations on the CUDA kernels of csrc/. What a kernel cannot do (odd sizes, no rows) runs in torch."""
+"""Fused operations on the CUDA kernels of csrc/. Cases that no kernel supports (odd sizes, no rows) run in torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from minisgl.quantization.levels import LevelFormat, Levels
 from minisgl.quantization.rounding import Int4Grid
 
 _VECTOR_BYTES = 16
-_WARPS = 4  # of a block whose warps work independently
+_WARPS = 4  # per block whose warps work independently
 _ACTIVATION_THREADS = 128
 _MAX_THREADS = 1024  # of a block
 _MAX_NEXT_NORMS = 3  # as in norm.cu
@@ -160,7 +160,7 @@ class CudaOps:
     def norm_linear(
         self, x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        # Nearly all products behind a norm that these kernels support are those of q, k and v, in front of attention.
+        # Nearly all products with a norm that these kernels support compute q, k and v, so attention follows.
         if self._skinny.supports(x, weight):
             x, late = self._norm_for_skinny(x, norm)
             return self._skinny.product(x, late, weight, bias, before_attention=True, out=out)
@@ -370,8 +370,9 @@ class CudaOps:
 def _norms_late(dtype: torch.dtype, norm_dtype: torch.dtype) -> bool:
     """Return True if skinny_gemm.cu applies the RMSNorm of x [M, K] itself.
 
-    It multiplies x by the norm's weight in x's dtype and divides the sums by the root mean square at last. The products
-    may overflow float16, and x's dtype is too coarse for a float32 weight.
+    The kernel multiplies x by the norm's weight in x's dtype, and divides the sums by the root mean square in the
+    epilogue. It is not used with float16, in which the products may overflow, nor with a float32 weight, for which x's
+    dtype is too coarse.
     """
     return dtype != torch.float16 and norm_dtype == dtype
 
@@ -418,12 +419,12 @@ def _vectorizes(x: Tensor, size: int) -> bool:
 
 
 def _rows_vectorize(x: Tensor) -> bool:
-    """Return True if each row of x [T, n], which may be apart, can be read 16 bytes at a time."""
+    """Return True if each row of x [T, n] can be read 16 bytes at a time; rows need not be contiguous."""
     vector = _VECTOR_BYTES // x.itemsize
     return x.stride(1) == 1 and not (x.shape[1] % vector or x.stride(0) % vector or x.storage_offset() % vector)
 
 
 def _row_threads(x: Tensor, size: int) -> int:
-    """Return the threads for one row: one for each 16 bytes, in whole warps, at most as many as there may be."""
+    """Return the threads for one row: one per 16 bytes, rounded up to whole warps, at most _MAX_THREADS."""
     vectors = size * x.itemsize // _VECTOR_BYTES
     return min(-(-vectors // 32) * 32, _MAX_THREADS)

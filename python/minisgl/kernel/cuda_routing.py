@@ -1,8 +1,8 @@
-"""Router of a mixture of experts: RMSNorm and router logits in one launch, and choices of experts that are not simple.
+"""Router of a mixture of experts: RMSNorm and router logits in one launch, and routing beyond the top-k of a softmax.
 
-csrc/moe_router.cu computes norm and logits of a few tokens, csrc/moe_router_many.cu those of some hundreds with a
-16-bit router on Hopper. csrc/moe_choose.cu chooses experts where they are not just those with the largest probabilities
-of a softmax of 16-bit logits (sigmoids, biases, groups).
+csrc/moe_router.cu computes norm and logits for a few tokens, csrc/moe_router_many.cu for up to some hundred tokens with
+a 16-bit router on Hopper. csrc/moe_choose.cu chooses experts if the rule is not the top-k of a softmax of 16-bit logits
+(sigmoid scores, biases, groups).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _MAX_ROUTER_THREADS = 384  # per block; each thread has eight values of a token 
 _ROUTER_TOKENS = 4  # most tokens per block
 _ROUTER_EXPERTS = 2  # experts per block, as declared in moe_router.cu
 _MAX_SCORES = 2048  # tokens times experts up to which this launch is faster than a norm and a 16-bit product
-# moe_router_many.cu. Blocks of moe_router.cu leave most of the GPU idle if the router has fewer than _MIN_EXPERTS; then
-# clusters are faster at any number of tokens, else from _MIN_TOKENS on. Where clusters cannot run, so are the norm and
-# the product of skinny_gemm.py.
+# moe_router_many.cu. If the router has fewer than _MIN_EXPERTS, blocks of moe_router.cu leave most of the GPU idle, and
+# clusters are faster at any number of tokens; otherwise they are faster from _MIN_TOKENS on. On GPUs without clusters,
+# a norm and the product of skinny_gemm.py are faster in these cases.
 _MIN_EXPERTS = 64
 _MIN_TOKENS = 17
 _CLUSTER = 8  # blocks of a cluster, as declared in moe_router_many.cu
-_CLUSTER_TOKENS = 16  # likewise
+_CLUSTER_TOKENS = 16  # tokens per cluster, as declared there
 _MAX_LOADS = 16  # 16-byte loads of the router's weight that a thread keeps in registers
 _MAX_UNITS = 32  # units of 32 columns for which a block has shared memory
 # Limits up to which all clusters run at once, which is faster than two launches.
@@ -39,7 +39,7 @@ _MAX_MANY_SCORES = 1 << 15  # tokens times experts
 
 
 class _Tiling(NamedTuple):
-    """Macros of moe_router_many.cu: how a router's experts and columns are shared out among warps and blocks."""
+    """Macros of moe_router_many.cu: the division of a router's experts and columns among warps and blocks."""
 
     tiles: int  # tiles of eight experts of a warp
     kparts: int  # warps that divide the columns of the same experts

@@ -1,4 +1,4 @@
-"""Quantized weights on a GPU: kept in their format, and multiplied in the model's dtype (W8A16, W4A16) or FP8."""
+"""Quantized weights on a GPU, kept in their format and multiplied in the model's dtype (W8A16, W4A16) or FP8 (W8A8)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class QuantizedWeight:
     """Implements kernel.base.Weight.
 
     For few rows the kernels decode the weight in registers (csrc/quantized_gemm.cu); a gated weight is packed for
-    `norm_gated_linear` alone. For many rows the weight is dequantized to memory that is free again behind the product,
-    for which cuBLAS is called.
+    `norm_gated_linear` only. For many rows the weight is dequantized to temporary memory, cuBLAS multiplies it, and the
+    memory is freed after the product.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class QuantizedWeight:
 
     @property
     def tensor(self) -> Tensor:
-        """The matrix [out, in] in the model's dtype, dequantized anew, with its columns in packed order."""
+        """Dequantize the matrix [out, in] to the model's dtype, with its columns in packed order, at every call."""
         return self._gemm.values(self._packed, self._dtype)
 
     def linear(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
@@ -80,7 +80,7 @@ class QuantizedWeight:
 
 
 class Fp8Weight:
-    """Implements kernel.base.Weight for formats whose products round x to FP8, at every number of rows alike (W8A8)."""
+    """Implements kernel.base.Weight for formats whose products round x to FP8 (W8A8), for any number of rows."""
 
     def __init__(self, gemm: Fp8Gemm, matrix: Fp8Matrix, dtype: torch.dtype, activate: Activate) -> None:
         self._gemm, self._matrix, self._dtype, self._activate = gemm, matrix, dtype, activate
@@ -112,7 +112,7 @@ class Fp8Weight:
 
 
 class Fp8BlockWeight(Fp8Weight):
-    """Implements kernel.fp8_rows.Fp8Products, too: the scales are of blocks, and of groups of x."""
+    """Implements also kernel.fp8_rows.Fp8Products: the weight has block scales, x has group scales."""
 
     def linear_of_rounded(self, x: Fp8Rows, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         return self._gemm.product(x, self._matrix, bias, residual, self._dtype)

@@ -4,10 +4,10 @@ A value head has a memory S [key_dim, value_dim], which each token decays, corre
 
     S = exp(g) S;  S = S + k (beta (v - k' S))';  o = q' S
 
-with unit vectors q and k, a step beta in (0, 1) and a logarithm g < 0 of the decay. q, k and v come from a causal
-convolution of some inputs. All is computed in float32. One token is computed as it stands here; more of them in chunks,
-by the WY form of the paper's section 3.3: within a chunk the corrections solve a triangular system, and what chunks
-hand on is S alone.
+with unit vectors q and k, a step size beta in (0, 1) and the logarithm g < 0 of the decay. q, k and v come from a
+causal convolution over the last few inputs. Everything is computed in float32. A row of one token is computed by these
+equations. Rows of several tokens are computed in chunks, by the WY form of the paper's section 3.3: within a chunk the
+corrections solve a triangular system, and one chunk passes only S to the next.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EPS = 1e-6  # added to the square of a vector's length
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """Parts of a projection, whose leading axes `...` are kept; g value heads stand behind each of h key heads."""
+    """Parts of a projection, whose leading axes `...` are kept; each of the h key heads has g value heads."""
 
     qkv: Tensor  # [..., channels]
     z: Tensor  # [..., value_heads, value_dim]
@@ -77,14 +77,14 @@ def step(projected: Tensor, heads: DeltaHeads, inputs: Tensor, memory: Tensor, r
     """Compute rows of one token: projected [R, width] -> [R, value_heads * value_dim].
 
     Updates `inputs` [slots, conv_size - 1, channels] and `memory` [slots, value_heads, key_dim, value_dim] float32.
-    The work does not depend on data, so a CUDA graph may hold it.
+    The work does not depend on data, so a CUDA graph can capture it.
     """
     parts = _split(projected, heads)
     fresh = (rows.positions == 0).view(-1, 1, 1)
     window = torch.cat((inputs[rows.slots].masked_fill(fresh, 0), parts.qkv.unsqueeze(1)), dim=1)
     inputs.index_copy_(0, rows.slots, window[:, 1:])
     q, k, v = _split_heads(F.silu((window.float() * heads.conv).sum(1)), heads)
-    # q' S is read with k' S, before S becomes decay S + k correction': the memories are passed over once less.
+    # q' S and k' S are computed together, before S becomes decay S + k correction'. This reads the memories once less.
     state = _states(memory, rows.slots, fresh, heads)
     group, flat = state.shape[2], state.flatten(0, 2)  # [R * value_heads, key_dim, value_dim]
     both = torch.stack((k, q), dim=-2).repeat_interleave(group, dim=1).flatten(0, 1)
@@ -127,8 +127,8 @@ def chunks(projected: Tensor, heads: DeltaHeads, inputs: Tensor, memory: Tensor,
 
 
 def _convolve(qkv: Tensor, heads: DeltaHeads, history: Tensor, rows: PaddedChunks) -> tuple[Tensor, Tensor]:
-    """Return silu(convolution) of [n, channels] behind each row's last inputs, float32 [n, channels], and the next
-    step's last inputs, in the shape of `history` [R, taps - 1, channels].
+    """Return silu(convolution) of [n, channels], float32, where each row follows its `history` [R, taps - 1, channels];
+    and the history for the next step, in the same shape.
     """
     taps = len(heads.conv)
     extended = qkv.new_empty(len(qkv) + history.shape[0] * history.shape[1], qkv.shape[1])
@@ -144,12 +144,13 @@ def _convolve(qkv: Tensor, heads: DeltaHeads, history: Tensor, rows: PaddedChunk
 def delta_rule(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, state: Tensor, active: tuple[int, ...]
 ) -> Tensor:
-    """Compute chunks of all rows: the reads [chunks, h, g, size, value_dim]; `state` [rows, h, g, key_dim, value_dim]
-    becomes that behind each row's last chunk.
+    """Compute the chunks of all rows: return o [chunks, h, g, size, value_dim].
 
-    q and k [chunks, h, size, key_dim], v [chunks, h, g, size, value_dim], beta and decay, a logarithm,
-    [chunks, h, g, size], all float32. Of the chunks the first active[0] belong to the rows in order, the next active[1]
-    to the first rows, and so on. A token with beta and decay 0 changes nothing.
+    Updates `state` [rows, h, g, key_dim, value_dim] to the state after each row's last chunk.
+
+    q and k are [chunks, h, size, key_dim], v is [chunks, h, g, size, value_dim]; beta and the decay's logarithm are
+    [chunks, h, g, size]; all are float32. The first active[0] chunks belong to the rows in order, the next active[1]
+    chunks to the first active[1] rows, and so on. A token with beta and decay 0 changes nothing.
     """
     size, value_dim = v.shape[-2:]
     total = decay.cumsum(-1)
@@ -160,7 +161,7 @@ def delta_rule(
     right = torch.cat((v, k.unsqueeze(2) * total.exp().unsqueeze(-1)), dim=-1) * beta.unsqueeze(-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     corrections, from_state = solved[..., :value_dim].contiguous(), solved[..., value_dim:]
-    # Corrections and reads both take from the state behind the chunk before: one product of twice the rows.
+    # Corrections and outputs both read the state after the previous chunk: one product with twice the rows.
     reading = torch.cat((from_state, q.unsqueeze(2) * total.exp().unsqueeze(-1)), dim=-2).flatten(0, 2)
     keys = (k.unsqueeze(2) * (total[..., -1:] - total).exp().unsqueeze(-1)).flatten(0, 2).transpose(-1, -2)
     passed = total[..., -1].exp().view(-1, 1, 1)

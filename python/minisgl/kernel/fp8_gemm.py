@@ -1,7 +1,7 @@
-"""Products of FP8 with FP8: rows quantized by csrc/quantize.cu, and the kernels that multiply them.
+"""FP8 GEMMs (W8A8): rows quantized by csrc/quantize.cu, and the kernels that multiply them.
 
-Up to MOST_ROWS that is csrc/fp8_gemm.cu; above, where scales are of blocks, csrc/fp8_persistent_gemm.cu or torch,
-whichever is estimated to be faster; and with scales of rows a library.
+Up to MOST_ROWS rows csrc/fp8_gemm.cu is used. For more rows and block scales, it is csrc/fp8_persistent_gemm.cu or
+torch, whichever is estimated to be faster; for more rows and row scales, a library.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Fp8Gemm:
         self._counters = torch.zeros(3 * compiler.num_sms, dtype=torch.int32, device=device)
 
     def begin_compiling(self, weight: Fp8Matrix, dtype: torch.dtype) -> None:
-        """Begin to compile the products with a weight; of a gated one those with silu."""
+        """Begin to compile the products with a weight; for a gated weight, its products with silu."""
         gate: Activation | None = "silu" if weight.gated else None
         size = weight.codes.shape[1]
         specs = [_quantize_spec(dtype, dtype, weight.group, size)]
@@ -91,7 +91,7 @@ class Fp8Gemm:
         self._compiler.begin(specs)
 
     def library(self, weight: Fp8Matrix) -> str:
-        """Name what multiplies many rows with this weight."""
+        """Return the name of the library or kernel that multiplies many rows with this weight."""
         if weight.group:
             return "csrc/fp8_persistent_gemm.cu or torch._scaled_mm"
         return "torch._scaled_mm" if self._row_scaled is None else "sglang-kernel"
@@ -150,7 +150,7 @@ class Fp8Gemm:
         before_attention: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return norm(x) @ weight^T + bias + residual, or its `gate`d form, of x as it is rounded."""
+        """Return norm(x) @ weight^T + bias + residual, or its `gate`d form, with x rounded to FP8."""
         if len(x) == 0:
             width = len(weight.codes)
             return x.new_empty((0, width if gate is None else width // 2))
@@ -273,7 +273,7 @@ def _arguments(
 
 
 def _sglang_product() -> Callable[..., Tensor] | None:
-    """Return sglang-kernel's product with scales of rows, which is faster than torch's, if the package is there."""
+    """Return sglang-kernel's product with row scales, if the package is installed; it is faster than torch's."""
     if import_error("sgl_kernel", "sglang-kernel", "cuda") is not None:
         return None
     from sgl_kernel import fp8_scaled_mm

@@ -1,4 +1,4 @@
-"""Activations in FP8, as the products of csrc/fp8_gemm.cu read them and kernels in front of these may leave them."""
+"""Activations in FP8, as the GEMMs of csrc/fp8_gemm.cu read them; the kernel before such a GEMM may write them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 GROUP = 128  # columns of a scale, where a row has several, and rows and columns of one of a weight's blocks
-MOST_ROWS = {0: 256, 128: 128}  # that fp8_gemm.cu multiplies, by the columns of a scale
-_BLOCK_ROWS = 64, 128  # that blocks of fp8_gemm.cu multiply, at most
+MOST_ROWS = {0: 256, 128: 128}  # most rows that fp8_gemm.cu multiplies, by the columns of a scale
+_BLOCK_ROWS = 64, 128  # most rows that a block of fp8_gemm.cu multiplies
 _ALIGNED_ROWS = 16  # torch._scaled_mm and fp8_persistent_gemm.cu want scales of groups aligned
 
 
@@ -27,16 +27,16 @@ class Fp8Rows(NamedTuple):
 
 @runtime_checkable
 class Fp8Products(Protocol):
-    """Weight whose products round x in groups of 128 columns, and also take it as another kernel has rounded it."""
+    """Weight whose products round x in groups of 128 columns, or take an x that another kernel has already rounded."""
 
     def linear_of_rounded(self, x: Fp8Rows, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         """Compute `Ops.linear`."""
 
 
 def empty_rows(rows: int, size: int, group: int, device: torch.device) -> Fp8Rows:
-    """Return memory for rows of x with a scale for each, or for each `group` of its columns.
+    """Return memory for rows of x with a scale for each row, or for each `group` of columns of a row.
 
-    There is room for what the products that read so many rows fetch, whose values do not matter.
+    It has padding rows, which the products read without using their values.
     """
     multiple = _ALIGNED_ROWS if rows > MOST_ROWS[group] else _BLOCK_ROWS[rows > _BLOCK_ROWS[0]]
     room = -(-rows // multiple) * multiple

@@ -1,6 +1,7 @@
-"""Schedule of FP8 products of more than 128 rows of x: csrc/fp8_persistent_gemm.cu, or torch where it is faster.
+"""Schedule of FP8 GEMMs of more than 128 rows of x: csrc/fp8_persistent_gemm.cu, or torch where it is faster.
 
-Both multiply equally fast while all multiprocessors work. So the faster one is that whose tiles fill its waves better.
+Both multiply equally fast while all multiprocessors are busy. Therefore the one whose tiles fill its waves better is
+faster.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ CLUSTER = 2  # blocks per cluster, which have tiles of the same rows of x
 STAGES = 5
 STAGE_BYTES = 41 << 10  # a line of a tile and the scales of x, aligned
 _X_ROWS = 16  # unit of x_rows: eight rows for each block of a cluster are aligned in shared memory
-_QUARTERS = 4  # parts of a tile that the clusters which divide it share out
+_QUARTERS = 4  # parts of a divided tile, which its clusters share among them
 _TORCH_BLOCK = 128  # rows of x, and of the weight, of a tile of torch._scaled_mm
 # Lines that are multiplied while clusters exchange their sums, or while one more launch adds a residual or applies a
 # gate (H200, docs/log.md).
@@ -40,7 +41,7 @@ class TileSchedule(NamedTuple):
 
 @lru_cache(1 << 14)
 def schedule_tiles(rows: int, width: int, size: int, num_sms: int) -> TileSchedule:
-    """Schedule x [rows, size] @ weight [width, size]^T; a last wave of at most half of the clusters is divided."""
+    """Schedule x [rows, size] @ weight [width, size]^T; a last wave of at most half the clusters uses split-K."""
     places = num_sms // CLUSTER
     x_tiles = -(-rows // BLOCK_M)
     x_rows = -(-rows // (x_tiles * _X_ROWS)) * _X_ROWS
@@ -56,7 +57,7 @@ def schedule_tiles(rows: int, width: int, size: int, num_sms: int) -> TileSchedu
 def beats_torch(rows: int, width: int, size: int, num_sms: int, *, launches: int) -> bool:
     """Return True if csrc/fp8_persistent_gemm.cu is estimated to be faster than torch._scaled_mm.
 
-    `launches`: number of them that torch needs behind its product, for a residual or a gate, and the kernel does not.
+    `launches`: number of additional launches that torch needs after its product, for a residual or a gate.
     """
     x_tiles, torch_x_tiles = -(-rows // BLOCK_M), -(-rows // _TORCH_BLOCK)
     if x_tiles >= torch_x_tiles:

@@ -1,4 +1,4 @@
-"""Tilings of a lone row's products with quantized weights: csrc/quantized_gemv.cu."""
+"""Tilings of GEMVs (one row of x) with quantized weights: csrc/quantized_gemv.cu."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from minisgl.quantization.levels import Kind
 
 _SLICE = 128  # columns of K that a warp multiplies at a time
 _KINDS: tuple[Kind, ...] = ("int4", "fp8")
-_MAX_SHARED_BYTES = 190 << 10  # per block, so that a block of attention fits beside it on a multiprocessor
-_MIN_SHARED_BYTES = 116 << 10  # per block, so that no other block of this kernel fits beside it
+_MAX_SHARED_BYTES = 190 << 10  # per block, so that a block of attention can be resident on the same SM
+_MIN_SHARED_BYTES = 116 << 10  # per block, so that an SM has only one block of this kernel
 _MAX_STAGES = 8
 _MIN_STAGES = 2
 
 
 class GemvTiling(NamedTuple):
-    """Tile of a block of quantized_gemv.cu, which are macros of the kernel, and the size of its persistent grid."""
+    """Tile of a block of quantized_gemv.cu, as macros of the kernel, and the size of its persistent grid."""
 
     row_blocks: int  # blocks of 16 rows of the weight in a tile
     split: int  # blocks of a cluster, which divide K
     warps: int  # warps per block
-    slices: int  # the most that a warp has of K
+    slices: int  # most slices of K that a warp has
     stages: int  # stages of a warp's ring
     clusters: int  # clusters of the grid, which take tiles in turn
     shared_bytes: int  # dynamic shared memory of a block
@@ -42,7 +42,7 @@ class GemvTiling(NamedTuple):
 
 
 def gemv_tilings(kind: Kind, width: int, size: int, group: int, num_sms: int) -> Iterator[GemvTiling]:
-    """Yield the tilings that fit, one block on a multiprocessor; see `choose_gemv_tiling`."""
+    """Yield the tilings that fit with one block per multiprocessor; see `choose_gemv_tiling`."""
     for row_blocks, split, warps in product(range(1, 9), (1, 2, 4), range(8, 17)):
         tiling = gemv_tiling(kind, width, size, group, num_sms, row_blocks, split, warps)
         if tiling is not None:
@@ -79,7 +79,7 @@ def choose_gemv_tiling(kind: Kind, width: int, size: int, group: int, num_sms: i
         return None
 
     def cost(tiling: GemvTiling) -> float:
-        """Estimate microseconds of a multiprocessor, bound by memory or by instructions. Fitted to an H200."""
+        """Estimate the microseconds of a multiprocessor, bound by memory or by instruction issue. Fitted to an H200."""
         tiles = -(-width // (16 * tiling.row_blocks * tiling.clusters))
         slices = -(-size // (_SLICE * tiling.split))
         memory = tiling.row_blocks * _row_block_bytes(kind, group) * slices * tiles * num_sms / BANDWIDTH

@@ -1,7 +1,7 @@
-"""Products with packed quantized weights on Hopper, and dequantization for products of many rows.
+"""GEMMs with packed quantized weights on Hopper, and dequantization for GEMMs of many rows.
 
-csrc/quantized_gemm.cu is the general kernel, skinny_int4_gemm.cu that for few rows of x with int4 weights, and
-quantized_gemv.cu that for a lone row with int4 or FP8 weights. dequantize.cu writes the weight for cuBLAS.
+csrc/quantized_gemm.cu is the general kernel. skinny_int4_gemm.cu is for few rows of x with int4 weights,
+quantized_gemv.cu for one row with int4 or FP8 weights. dequantize.cu writes the dense weight for cuBLAS.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.quantization.gpu_layout import CHUNK, PackedLevels
 from minisgl.quantization.levels import Kind, LevelFormat
 
-MOST_ROWS = 384  # of x; with more, the weight is dequantized to x's dtype and cuBLAS multiplies
+MOST_ROWS = 384  # rows of x; with more, the weight is dequantized to x's dtype and cuBLAS multiplies
 _MIN_BLOCK_K = 64  # columns of a stage
 _MAX_VALUES_WIDTH = 1 << 16  # most rows of a weight that is dequantized: a vocabulary's would take too much memory
 _VALUES_CHUNKS = 4  # chunks of a block, as in dequantize.cu
@@ -46,7 +46,7 @@ class QuantizedGemm:
         self._compiler = compiler
 
     def begin_compiling(self, weight: PackedLevels, dtype: torch.dtype) -> None:
-        """Begin to compile the products with a weight; with a gated one, those with silu."""
+        """Begin to compile the products with a weight; for a gated weight, its products with silu."""
         gate: Activation | None = "silu" if weight.gated else None
         tilings = {
             self.tiling(weight, rows, before_attention=before_attention)

@@ -104,9 +104,9 @@ _INT4_OF_128 = _INT4._replace(
         (24.0, QuantizedTiling(32, 1, 128, 2, 4, height=2)),
     )
 )
-# Stages of 192, 320 and 576 columns divide 2,880, the hidden size of gpt-oss. MXFP4 has no sums of groups, so registers
-# suffice for more pairs. The 180 blocks of a lone token's second product load their whole weight at once: with shorter
-# rings each would wait for memory nine times.
+# Stages of 192, 320 and 576 columns divide 2,880, the hidden size of gpt-oss. MXFP4 needs no sums per group, so
+# registers suffice for more pairs. With one token, each of the 180 blocks of the second product loads its whole weight
+# at once: with a shorter ring it would wait for memory nine times.
 _MXFP4 = _Tilings(
     ProductTilings(QuantizedTiling(8, 1, 320, 2, 6, route=True), QuantizedTiling(8, 1, 576, 3, 2, route=True)),
     (
@@ -132,7 +132,7 @@ def tilings(form: LevelFormat) -> list[QuantizedTiling]:
 
 
 def choose_tilings(form: LevelFormat, pairs: int, experts: int) -> ProductTilings:
-    """Return the tilings for so many (token, expert) pairs."""
+    """Return the tilings for this number of (token, expert) pairs."""
     few, by_mean, many = _tilings_of(form)
     if pairs <= _FEW_PAIRS:
         return few

@@ -1,6 +1,6 @@
-"""Tilings of products with quantized weights: csrc/quantized_gemm.cu, skinny_int4_gemm.cu, fp8_gemm.cu.
+"""Tilings of GEMMs with quantized weights: csrc/quantized_gemm.cu, skinny_int4_gemm.cu, fp8_gemm.cu.
 
-Sizes of blocks and the costs below are those of the fastest tilings measured on an H200 (docs/log.md).
+The block sizes and costs below come from the fastest tilings measured on an H200 (docs/log.md).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _RING_BEFORE_ATTENTION = 110 << 10
 _SHARED_BEFORE_ATTENTION_OF_SOME = 164 << 10  # more than _FEW_ROWS
 _MOST_EARLY_ROWS = 64  # of steps whose attention begins early
 BANDWIDTH = 4.2e6  # bytes a microsecond
-_EMPTY = 0.4  # share of the memory's time that is lost where blocks are missing from the last wave
+_EMPTY = 0.4  # share of the memory's time that is lost if the last wave is not full
 # Share of the multiprocessors that clusters of four can fill, because each must lie within one GPC of the GPU.
 FILLED_BY_FOUR = 0.9
 
@@ -38,7 +38,7 @@ class _Block(NamedTuple):
     blocks: int  # blocks per multiprocessor
 
 
-# Microseconds of 1,024 columns: constants of all formats, with which the estimates choose best.
+# Microseconds per 1,024 columns, for all formats: the constants with which the estimates choose the best tilings.
 _QUANTIZED_COSTS = {
     _Block(_FEW_ROWS, 1, 1, 3): 1.45,
     _Block(_FEW_ROWS, 1, 1, 2): 1.4,
@@ -81,7 +81,7 @@ _BEGIN = {1: 2.0, 2: 3.4, 4: 3.9}  # microseconds by split: to begin, to exchang
 
 
 class Tiling(NamedTuple):
-    """Tile of a block of threads, and how the block works through it: macros of the kernels."""
+    """Tile of a thread block, and the division of its work among warpgroups and stages: macros of the kernels."""
 
     max_rows: int  # most rows of x of a block
     warpgroups: int  # warpgroups that multiply
@@ -89,11 +89,11 @@ class Tiling(NamedTuple):
     block_k: int  # columns of a stage
     stages: int
     blocks: int  # blocks per multiprocessor
-    # Threads besides the warpgroups. Two warps ask for weights, for some of them late (ring.cuh), and for x; four also
-    # give registers to the others.
+    # Producer threads, in addition to the warpgroups. With two warps, one loads weights at a limited rate (ring.cuh)
+    # and the other x; four warps also give their registers to the consumers.
     producers: int = 32
     k_parts: int = 1  # warpgroups that divide the columns of a stage
-    # By skinny_int4_gemm.cu, whose warps have stages of their own: of a multiple of `warps`, or one for each step.
+    # True for skinny_int4_gemm.cu, whose warps have their own stages: a multiple of `warps`, or one per step.
     skinny: bool = False
     sm_shared_bytes: int = 0  # shared memory of a multiprocessor (signature.py); 0: all
 
@@ -126,15 +126,14 @@ class Tiling(NamedTuple):
         }
 
     def x_rows(self, rows: int) -> int:
-        """Return the rows of x of a block, which are fetched as a box: even parts, of which none reaches far beyond x.
-
-        The tensor memory accelerator takes longer to fill rows outside of a matrix with zeros than to fetch them.
+        """Return the rows of x per block, which TMA loads as a box. x is divided evenly, so that no box has many rows
+        after the end of x: TMA takes longer to fill such rows with zeros than to load real ones.
         """
         blocks = -(-rows // self.max_rows)
         return rows if blocks == 1 else -(-rows // (blocks * 8)) * 8
 
     def tiles(self, rows: int, width: int) -> int:
-        """Parts of the product that have all of K."""
+        """Number of tiles of y, each over all of K."""
         return -(-rows // self.max_rows) * -(-width // self.block_n)
 
 
@@ -143,7 +142,7 @@ _Staged: TypeAlias = Callable[[_Block, int, int], Tiling | None]
 
 
 def ring_bytes(blocks: int, sm_shared_bytes: int = 0) -> int:
-    """Return the shared memory of a block if so many are on a multiprocessor."""
+    """Return the shared memory for the ring of a block if this many blocks are resident on a multiprocessor."""
     return (_RING_BEFORE_ATTENTION if sm_shared_bytes else 216 << 10) // blocks // 1024 * 1024
 
 
@@ -157,7 +156,7 @@ def sums_bytes(tiling: Tiling) -> int:
 def quantized_stage_bytes(kind: Kind, group: int, tiling: Tiling) -> int:
     """Size of a stage of quantized_gemm.cu: columns of x, of the weight's rows, and their scales.
 
-    One of skinny_int4_gemm.cu has those of the norm's weight, too.
+    A stage of skinny_int4_gemm.cu also has these columns of the norm's weight.
     """
     weight = TILE * tiling.block_k * BITS[kind] // 8
     scales = tiling.block_k // group * TILE * 4 if group else 0
@@ -191,8 +190,8 @@ def choose_quantized_tiling(
 ) -> Tiling:
     """Tile x [rows, size] @ weight [width, size]^T for quantized_gemm.cu, or for skinny_int4_gemm.cu.
 
-    `before_attention`: what comes next wants an L1 cache, if it begins early; it gets none where rings are small
-    (skinny_int4_gemm.cu, which would lose more) or three stages would not fit beside it.
+    `before_attention`: attention follows. If it begins early, it needs L1, so the ring is made smaller. This is not
+    done for skinny_int4_gemm.cu, which would lose more than attention gains, nor if fewer than three stages would fit.
     """
 
     def staged(shared: int, block: _Block, max_rows: int, block_k: int) -> Tiling | None:
@@ -249,14 +248,14 @@ def choose_fp8_tiling(
 
 
 def _sm_shared_bytes(rows: int) -> int:
-    """Return the shared memory beside which attention of so many rows is fastest; 0: it does not begin early."""
+    """Return the SM's shared memory with which attention of this many rows is fastest; 0: it does not begin early."""
     if rows > _MOST_EARLY_ROWS:
         return 0
     return SHARED_BEFORE_ATTENTION if rows <= _FEW_ROWS else _SHARED_BEFORE_ATTENTION_OF_SOME
 
 
 def _producers(block: _Block, rows: int) -> int:
-    """Return the threads that fill a ring: of many rows a second warp pays where a block is alone."""
+    """Return the threads that fill a ring: with many rows a second warp pays if an SM has only one block."""
     return 64 if rows <= _SOME_ROWS or block.blocks == 1 else 32
 
 
@@ -299,17 +298,18 @@ def _cheapest(
 ) -> Tiling:
     """Return the tiling with the least estimated time, staged in the first way that suits any block.
 
-    `counts_last_wave`: beginnings of later waves are in part hidden by other blocks of a multiprocessor, but the last
-    one leaves the memory idle. Else the former count in full, the latter not at all.
+    `counts_last_wave`: True: the prologues of later waves count only in part, since other blocks of the same
+    multiprocessor hide them, and a last wave that is not full counts as idle memory. False: prologues count in full,
+    the last wave not at all.
     """
 
     def cost(candidate: tuple[_Block, Tiling]) -> float:
-        """Estimate microseconds: of the memory, or of the multiprocessor that has most to do."""
+        """Estimate microseconds: the larger of the memory's time and the time of the busiest multiprocessor."""
         block, tiling = candidate
         count = tiling.tiles(rows, width) * tiling.split
         at_a_time = int(num_sms * block.blocks * (FILLED_BY_FOUR if tiling.split == 4 else 1))
         waves = -(-count // at_a_time)
-        # In later waves a block begins as soon as another has ended: the mean, and half of the other blocks beside it.
+        # In later waves a block begins when another one has ended: count the mean, and half of the SM's other blocks.
         load = max(-(-count // num_sms), block.blocks if waves == 1 else count / num_sms + (block.blocks - 1) / 2)
         alone = size / tiling.split / 1024 * costs[block]
         memory, later = weight_bytes / BANDWIDTH, float(waves - 1)

@@ -1,10 +1,11 @@
-"""Layout of a step's rows for recurrent layers: rows of one token together, longer ones cut into chunks.
+"""Layout of a step's rows for recurrent layers: rows of one token form one group, longer rows are cut into chunks.
 
-A row of one token is one step of the recurrence. Longer rows are laid out in chunks of equal size, the last of a row
-padded, so that all chunks are computed in the same products. Chunks depend on each other only within a row: chunk i of
-every row comes before chunk i + 1 of any, and the longest rows come first, so that the rows which have a chunk i are
-always the first ones. Say rows of 5, 1 and 9 tokens come in chunks of 4: the second is a single step; chunk 0 holds 4
-tokens of the row of 9 and 4 of the row of 5, chunk 1 holds 4 and 1, and chunk 2 the last one of the row of 9.
+A row of one token is one step of the recurrence. Longer rows are laid out in chunks of equal size, and the last chunk
+of a row is padded, so that all chunks can be computed in the same products. Chunks depend on each other only within a
+row. They are ordered by their index in the row: chunk 0 of all rows, then chunk 1 of all rows, and so on. The longest
+rows come first, so the rows that have a chunk i are always the first ones. For example, take rows of 5, 1 and 9 tokens
+and chunks of 4. The second row is a single step. The chunks 0 are 4 tokens of the row of 9 and 4 of the row of 5, the
+chunks 1 are 4 tokens and 1 token, and chunk 2 is the last token of the row of 9.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class ChunkedRows:
     lengths: Tensor  # [R] int64; in a CUDA graph there may be rows of length 0, the last ones
     tokens: Tensor  # [n] int64: of the step's T tokens, row after row
     chunk_rows: Tensor  # [chunks] int64: of each chunk of CHUNK tokens, its row
-    chunk_firsts: Tensor  # [chunks] int64: of each chunk, its first token in the row; there is no chunk behind its end
+    chunk_firsts: Tensor  # [chunks] int64: of each chunk, its first token in the row; no chunk begins after its end
     padded: PaddedChunks | None  # None in a CUDA graph
 
 
@@ -75,7 +76,7 @@ def recurrent_rows(
 ) -> RecurrentRows:
     """Return the layout of rows of `query_lens` [rows] tokens in `slots` [rows] int64, at positions [T] int64.
 
-    `history`: inputs in front of a token that a convolution reads. `upload` copies to the device.
+    `history`: number of inputs before a token that a convolution reads. `upload` copies to the device.
     """
     if int(query_lens.max()) == 1:
         return RecurrentRows(SingleRows(slots, positions))
@@ -153,7 +154,7 @@ def _upload_together(
 
 
 def captured_rows(query_starts: Tensor, slots: Tensor, positions: Tensor) -> RecurrentRows:
-    """Return the layout of rows whose lengths the device alone knows, so that a CUDA graph holds any.
+    """Return the layout of rows whose lengths only the device knows, so that one CUDA graph serves all lengths.
 
     Row r of `slots` [R] int64 has the tokens from query_starts[r] to query_starts[r + 1], [R + 1] int32, or none.
     There is room for as many chunks as T tokens in R rows could need.
@@ -161,7 +162,7 @@ def captured_rows(query_starts: Tensor, slots: Tensor, positions: Tensor) -> Rec
     rows, num_tokens = len(slots), len(positions)
     starts = query_starts.long()
     begins, lengths = starts[:-1], starts.diff()
-    first_positions = positions[begins.clamp(max=num_tokens - 1)]  # an empty row may stand behind the last token
+    first_positions = positions[begins.clamp(max=num_tokens - 1)]  # an empty row may begin after the last token
     alone = (lengths == 1).long().argsort(descending=True)
     long, order = lengths.masked_fill(lengths == 1, 0).sort(descending=True)
     counts = (long + CHUNK - 1) // CHUNK

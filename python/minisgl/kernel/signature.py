@@ -1,4 +1,4 @@
-"""Typed launches: a kernel's arguments are keywords, named and typed as its declaration in csrc/ says.
+"""Typed launches: a kernel's arguments are keywords with the names and types of its declaration in csrc/.
 
     extern "C" __global__ void rms_norm(const T* x, const W* weight, T* out, int H, float eps)
 
@@ -25,8 +25,8 @@ SCALAR_NAMES = {
     torch.float32: "f32",
     torch.float8_e4m3fn: "e4m3",  # in the KV cache only (fp8.cuh)
 }
-# Shared memory of a multiprocessor, out of 256 KiB, while it computes the product in front of attention. Attention,
-# which begins early, streams K and V through L1, which is the rest. It is one of the sizes that the hardware has.
+# Shared memory of a multiprocessor, out of 256 KiB, while it computes the product before attention. The rest is L1,
+# through which attention, which begins early, streams K and V. The hardware supports only certain sizes; this is one.
 SHARED_BEFORE_ATTENTION = 132 << 10
 
 _SCALARS = {name: dtype for dtype, name in SCALAR_NAMES.items()}
@@ -61,8 +61,8 @@ class KernelSpec:
     name: str
     macros: Macros = field(default_factory=dict)
     shared_bytes: int = 0  # dynamic shared memory of a block
-    # Shared memory of a multiprocessor while it runs the kernel, one of the sizes that the hardware has. The rest is
-    # L1, also for kernels that begin meanwhile. 0: the driver chooses enough for as many blocks as fit.
+    # Shared memory of a multiprocessor while it runs the kernel; a size that the hardware supports. The rest is L1,
+    # also for kernels that begin meanwhile. 0: the driver chooses enough for as many blocks as fit.
     sm_shared_bytes: int = 0
 
 
@@ -75,7 +75,7 @@ class Parameter(NamedTuple):
     optional: bool = False  # OPTIONAL in the source: None is passed as a null pointer
 
     def fault(self, value: object) -> str | None:
-        """Return what is wrong with an argument, or None."""
+        """Describe the error in an argument, or return None."""
         if self.type in _NUMBERS:
             try:
                 _Numbers(self.type)[value]
@@ -124,8 +124,8 @@ def _parameter(kernel: str, text: str, pointed: Mapping[str, torch.dtype]) -> Pa
 def make_launcher(kernel: str, parameters: Sequence[Parameter], submit: Submit) -> Launcher:
     """Return the function that launches a kernel; it raises TypeError for a wrong argument, which it names.
 
-    It is compiled for these parameters, so that each argument costs its own conversion and nothing else: in eager steps
-    the host's time for a launch counts.
+    The function is generated for these parameters, so that each argument costs only its own conversion: in eager steps
+    the host's time for a launch matters.
     """
 
     def wrong(arguments: Sequence[object], error: Exception) -> Exception:

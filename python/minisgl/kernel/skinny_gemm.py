@@ -1,4 +1,4 @@
-"""Products of few rows on csrc/skinny_gemm.cu: a decode of a small batch is bound by reading every weight once."""
+"""Skinny GEMMs on csrc/skinny_gemm.cu: the decode of a small batch is bound by reading every weight once."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _THREADS = 128  # threads per block, as in skinny_gemm.cu
 _STAGE = 4096  # values of a weight in a stage, as in skinny_gemm.cu
 _CLUSTERS = (2, 8)  # the fewest and the most blocks of a cluster; GPUs before Hopper have none
 _STAGES = 7, 5  # for a large weight, in order of preference; the first is also the most for a small one
-_FEW_STAGES = 4  # where neither of these is fast enough, since more blocks then run at a time
+_FEW_STAGES = 4  # if neither is fast enough: more blocks then run at a time
 _IN_FLIGHT = 128 << 10  # bytes in flight to a multiprocessor that keep the memory busy
 _ENOUGH = 0.88  # share of the memory's speed, estimated by `_speed`, that ends the search for a tiling
 _FULL = 0.9  # occupancy of the GPU beyond which clusters of more than two blocks do not all fit in one wave
 _SHALLOW = 0.8  # factor of the speed of several waves of blocks whose rings are short, or filled less than twice
 _STATIC_BYTES = 5 << 10  # most shared memory besides the ring
-_RING_BEFORE_ATTENTION = 56 << 10  # most bytes of the ring, so that blocks of attention, which begin early, fit beside
+_RING_BEFORE_ATTENTION = 56 << 10  # most bytes of the ring, so that early blocks of attention fit too
 
 
 class _Kind(NamedTuple):
-    """Macros of skinny_gemm.cu, and what the launch needs besides."""
+    """Macros of skinny_gemm.cu, and further launch parameters."""
 
     dtype: torch.dtype
     max_rows: int  # most rows of x
@@ -43,7 +43,7 @@ class _Kind(NamedTuple):
 
 
 class SkinnyGemm:
-    """Compiles the kernel once for each kind of product that is asked for."""
+    """Compiles the kernel once for each kind of product that is used."""
 
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
@@ -200,16 +200,17 @@ def _kind(
 ) -> _Kind:
     """Divide x [rows, size] @ weight [width, size]^T among blocks, whose rings have at most `ring_bytes`.
 
-    K of a large weight is divided among the smallest clusters that keep the memory busy enough, or else the fastest.
+    For a large weight, K is divided among the smallest clusters that keep the memory busy enough; if none does, among
+    the fastest.
     """
     max_rows = 8 if rows <= 8 else 16
     if width * size <= _SMALL and size % 256 == 0:
         stage_bytes = _stage_bytes(16, max_rows, norm=norm)
         stages = min(size // 256 + 1, 9, ring_bytes // stage_bytes)
-        # Two blocks on a multiprocessor are better than a second wave of few blocks. Measured on Hopper only.
+        # Two resident blocks per SM are faster than a second wave of few blocks. Measured on Hopper only.
         if clusters[1] > 1 and num_sms < -(-width // 16) <= 2 * num_sms:
             stages = min(stages, _STAGES[0], (ring_bytes - _STATIC_BYTES) // 2 // stage_bytes)
-        # On GPUs with clusters kernels begin early. Longer products have not been measured with so short a ring.
+        # On GPUs with clusters, kernels begin early. Longer products have not been measured with such a short ring.
         before_attention = before_attention and clusters[1] > 1 and size <= 1024
         if before_attention:
             stages = min(stages, _RING_BEFORE_ATTENTION // stage_bytes)
@@ -240,7 +241,7 @@ def _kind(
 
 
 def _speed(clusters: int, steps: int, cluster: int, stages: int, *, num_sms: int, blocks_of_sm: int) -> float:
-    """Estimate the share of the memory's speed that so many clusters reach, which divide K's `steps` stages.
+    """Estimate the share of the memory's bandwidth that this many clusters reach when they divide K's `steps` stages.
 
     The blocks that run at a time must have enough bytes in flight, and a last wave of few blocks takes as long as a
     full one. Fitted to chains of products and whole steps on an H200.

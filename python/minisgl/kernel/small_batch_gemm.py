@@ -1,4 +1,4 @@
-"""Products of tens of rows on csrc/small_batch_gemm.cu (Hopper): a decode of a batch."""
+"""GEMMs of some tens of rows, for decode batches, on csrc/small_batch_gemm.cu (Hopper)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from minisgl.kernel.base import Activation, Product
 from minisgl.kernel.compile import Compiler, tensor_map
 from minisgl.kernel.signature import SCALAR_NAMES, SHARED_BEFORE_ATTENTION, KernelSpec, Macros
 
-# With more rows cuBLAS is as fast or faster. Its kernels neither begin early nor let their successors do so, and
-# launching the kernels between them with programmatic dependent launch makes a step 0.6% longer. So no kernel of a step
-# with more rows begins early.
+# With more rows cuBLAS is as fast or faster. Its kernels do not use programmatic dependent launch: they neither begin
+# early nor let their successors begin early. Using it only for the kernels between them makes a step 0.6% longer, so in
+# a step with more rows no kernel begins early.
 MAX_ROWS = 64
 _MIN_ROWS = 9  # skinny_gemm.py has fewer, and up to 16 with small weights
 _X_ROWS = 32, MAX_ROWS  # rows of x in a stage
@@ -22,8 +22,8 @@ _BLOCK_K = 64  # columns of a stage, as in small_batch_gemm.cu
 _THREADS = 160  # threads per block, as in small_batch_gemm.cu
 _MIN_SIZE = 1 << 20  # fewest values of a weight; smaller ones leave most multiprocessors idle
 _MAX_WIDTH = 1 << 16  # most rows of a weight that is not a vocabulary's
-# cuBLAS reads a vocabulary's weight nearly at the memory's speed, too, but begins late. This kernel gains little, so it
-# is used only where it was measured: with K in this range, for more than 32 rows of x.
+# For a vocabulary's weight, cuBLAS also reaches nearly the memory's bandwidth, but begins late. This kernel gains
+# little, so it is used only where it was measured: with K in this range, for more than 32 rows of x.
 _VOCABULARY_SIZES = range(2880, 4097)
 _SMALL = 1 << 23  # values of a weight up to which many narrow blocks hold it at once; larger ones stream
 _MAX_CLUSTER = 8
@@ -34,7 +34,7 @@ _RING_BYTES = {1: 220 << 10, 2: 110 << 10, 3: 73 << 10}  # bytes per block, by b
 
 
 class _Kind(NamedTuple):
-    """Macros of small_batch_gemm.cu, and what the launch needs besides."""
+    """Macros of small_batch_gemm.cu, and further launch parameters."""
 
     dtype: torch.dtype
     x_rows: int  # rows of x in a stage
@@ -47,7 +47,7 @@ class _Kind(NamedTuple):
 
 
 class SmallBatchGemm:
-    """Compiles the kernel once for each kind of product that is asked for."""
+    """Compiles the kernel once for each kind of product that is used."""
 
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
@@ -64,7 +64,7 @@ class SmallBatchGemm:
         self._compiler.begin(map(_spec, kinds))
 
     def supports(self, x: Tensor, weight: Tensor) -> bool:
-        """Return True if the kernel supports x [M, K] @ weight [N, K]^T; skinny_gemm.py is to be asked first."""
+        """Return True if the kernel supports x [M, K] @ weight [N, K]^T; the caller asks skinny_gemm.py first."""
         rows, size = x.shape
         return (
             _MIN_ROWS <= rows <= MAX_ROWS
@@ -157,10 +157,10 @@ def _kind(
 ) -> _Kind:
     """Divide x [rows, size] @ weight [width, size]^T among blocks.
 
-    The rows of the weight are divided as evenly among the multiprocessors as possible, but a block should not read much
-    more of x than of the weight, since the bandwidth from L2 is limited, too. Clusters of 2, 4 or 8 blocks divide K of
-    a large weight; clusters of 3 would leave multiprocessors idle. Before attention a multiprocessor has one block,
-    with the ring of two blocks on one: a larger ring would leave no L1.
+    The rows of the weight are divided among the multiprocessors as evenly as possible. But a block should not read much
+    more of x than of the weight, because the bandwidth of L2 is limited, too. For a large weight, clusters of 2, 4 or 8
+    blocks divide K; clusters of 3 would leave multiprocessors idle. Before attention, a multiprocessor has one block
+    with the ring size of two resident blocks, because a larger ring would leave no L1 for attention.
     """
     steps, x_rows = size // _BLOCK_K, min(count for count in _X_ROWS if rows <= count)
     if width > _MAX_WIDTH:

@@ -1,6 +1,6 @@
-"""The operations of `Ops` in plain torch: for any device, and the reference of all kernels.
+"""Fused operations (`Ops`) in plain torch: for any device, and the reference for all kernels.
 
-In float32 each is the same arithmetic as transformers' modules, in the same order.
+In float32 each operation does the same arithmetic as transformers' modules, in the same order.
 """
 
 from __future__ import annotations
@@ -298,7 +298,7 @@ def route(router_logits: Tensor, routing: Routing, bias: Tensor | None = None) -
 def store(cache: Tensor, out_cache_loc: Tensor, x: Tensor) -> None:
     """Write x [T, kv_heads, head_dim] to rows of the cache [slots, kv_heads, head_dim], rounded to its dtype.
 
-    What is too large for 8 bits becomes the largest value that they have.
+    Values that are too large for 8 bits saturate at the largest value of the dtype.
     """
     if cache.dtype == x.dtype:
         cache.index_copy_(0, out_cache_loc, x)
