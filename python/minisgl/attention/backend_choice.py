@@ -1,9 +1,9 @@
 """Choice of each layer's attention backends: one for decodes, one for everything else, often the same.
 
-A `Candidate` says by a layer's spec whether a backend can run it on a GPU. `preferences` is the order in which `auto`
-tries them, by what docs/performance.md shows; what is not measured there goes by the hardware's capability.
-The choice must then compute a small step rightly (`self_test`). One rule holds everywhere: what a backend does not
-support runs on the next best, and the log says so once.
+A `Candidate` tells, from a layer's spec, if a backend can run the layer on a GPU. `preferences` is the order in which
+`auto` tries the backends. It follows the measurements of docs/performance.md, and for GPUs that were not measured the
+compute capability. The chosen backend must then compute a small step correctly (`self_test`). One rule holds
+everywhere: a layer that a backend does not support runs on the next best backend, and the log says so once.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def preferences(role: Role, spec: AttentionSpec, capability: Capability) -> tupl
 def make_attention(
     name: str, layers: Sequence[LayerSpec], device: torch.device, *, window_group: bool = False
 ) -> ModelAttention:
-    """Return the layers' backends: those that --attn names where they support a layer, else the next best.
+    """Return the layers' backends: the backends that --attn names if they support the layer, else the next best.
 
     `window_group` as in ModelAttention.
     Raises ConfigError where the GPU cannot read the pool.
@@ -136,7 +136,7 @@ class Chooser:
         self._logged: set[str] = set()
 
     def choose_working(self, asked: str, role: Role, spec: AttentionSpec, device: torch.device) -> str:
-        """Return the first choice that computes a small step rightly; `fused` and `torch` are not tested."""
+        """Return the first choice that computes a small step correctly; `fused` and `torch` are not tested."""
         failed: dict[str, str] = {}
         while True:
             name = self.choose(asked, role, spec, failed)

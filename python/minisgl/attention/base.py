@@ -25,13 +25,13 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     page_size: int
-    dtype: torch.dtype  # type of q and of the result
+    dtype: torch.dtype  # type of q and of the output
     window: int | None = None  # positions that a query attends to, its own included; None: all before it
     fp8_kv: bool = False  # K and V are stored as float8_e4m3fn
     norm_dtype: torch.dtype | None = None  # type of the norm weights of q and k, if any; None: dtype
     scale: float | None = None  # factor of q @ k; None: head_dim ** -0.5
-    has_sinks: bool = False  # each head's softmax has one more score, which `AttentionPlan.forward` is given
-    latent_dim: int | None = None  # MLA: so many first dimensions of a key are its value; None: V is stored beside K
+    has_sinks: bool = False  # each head's softmax has one more score; `AttentionPlan.forward` takes it
+    latent_dim: int | None = None  # MLA: the first latent_dim dimensions of a key are its value; None: V is stored too
     stores_kv: bool = True  # False: the layer attends to K and V that another layer stores
     # MLA: dimensions of a head's key (without rope) and of its value, when they are expanded from a latent.
     expanded_dims: tuple[int, int] | None = None
@@ -66,7 +66,7 @@ class AttentionSpec:
 
     @property
     def group(self) -> int:
-        """Query heads that share a KV head."""
+        """Number of query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
     @property
@@ -80,7 +80,7 @@ class AttentionSpec:
         return torch.float8_e4m3fn if self.fp8_kv else self.dtype
 
     def kv_stores(self, dtype: torch.dtype | None = None) -> tuple[Store, ...]:
-        """Return what the layer stores of a token, in `kv_dtype` or another dtype: K and V, or one latent for both."""
+        """Return the stores of the layer's tokens, in `kv_dtype` or another dtype: K and V, or one latent for both."""
         stores = paged_kv(self.num_kv_heads, self.head_dim, dtype or self.kv_dtype)
         return stores if self.latent_dim is None else stores[:1]
 
@@ -94,7 +94,7 @@ class RecurrentSpec:
 
     @classmethod
     def of(cls, config: DeltaNetConfig, *, tp_size: int, dtype: torch.dtype) -> RecurrentSpec:
-        """Return the last inputs of the convolution, and the float32 memory of each value head."""
+        """Return the stores of the convolution's last inputs, and of the float32 memory of each value head."""
         history = config.conv_size - 1
         inputs = (history, config.channels_per_rank(tp_size))
         memory = (config.num_value_heads // tp_size, config.key_dim, config.value_dim)
@@ -106,9 +106,9 @@ LayerSpec: TypeAlias = AttentionSpec | RecurrentSpec
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """Rows of one step as attention sees them: row i's queries are its last `query_lens[i]` positions.
+    """Inputs of attention for the rows of one step: row i's queries are its last `query_lens[i]` positions.
 
-    `query_lens` and `kv_lens` are the host's copies of what the tensors hold, so that planning needs no sync.
+    `query_lens` and `kv_lens` are host copies of the tensors' values, so that planning needs no synchronization.
     """
 
     query_lens: Int32Array  # [rows] host: new tokens of each row
@@ -116,12 +116,12 @@ class AttentionInputs:
     query_starts: Tensor  # [rows + 1] int32: prefix sums of query_lens
     kv_lens_device: Tensor  # [rows] int32
     page_table: Tensor  # [rows, max_pages] int32: page of each block of page_size positions
-    # In a CUDA graph of prefills the number of tokens, since the host's lengths are only bounds there; else None.
+    # Number of tokens in a CUDA graph of prefills, where the host's lengths are only upper bounds; else None.
     graph_tokens: int | None = None
     window_table: Tensor | None = None  # page table of the windowed group, if there is one
 
     def of_layer(self, spec: AttentionSpec) -> AttentionInputs:
-        """Return the inputs with the page table of the layer's group, in which entries behind its window are stale."""
+        """Return the inputs with the page table of the layer's group, whose entries before the window are stale."""
         if self.window_table is None or spec.window is None:
             return self
         return replace(self, page_table=self.window_table, window_table=None)
@@ -133,9 +133,9 @@ class AttentionPlan(Protocol):
     def forward(self, layer: int, q: Tensor, kv: KVPool, sinks: Tensor | None = None) -> Tensor:
         """Attend with q [T, heads, head_dim] to the layer's pages; return [T, heads, head_dim, or latent_dim].
 
-        A query at position i attends to the positions j <= i, of them to j > i - window where the spec has a window.
-        `sinks` [heads], where the spec has them: a score beside those of the positions, whose value is 0. K and V of
-        the step's own tokens are stored already.
+        A query at position i attends to the positions j <= i; if the spec has a window, only to j > i - window.
+        `sinks` [heads], if the spec has them: one more score per head, whose value is 0. K and V of the step's own
+        tokens are already stored.
         """
 
 
@@ -153,35 +153,36 @@ class ExpandingPlan(AttentionPlan, Protocol):
 
     @property
     def absorbed(self) -> AbsorbedTokens | None:
-        """The other tokens."""
+        """Tokens that attend to the latents themselves."""
 
     def forward_expanded(
         self, layer: int, q_nope: Tensor, q_rope: Tensor, weight: Tensor, kv: KVPool, out: Tensor
     ) -> None:
         """Attend with q_nope [T, heads, nope_dim] and q_rope [T, heads, rope_dim], and write out [T, heads, value_dim].
 
-        weight [heads, nope_dim + value_dim, rank] makes a head's keys and values of a latent. The `absorbed` tokens
-        are left out.
+        weight [heads, nope_dim + value_dim, rank] expands a latent to each head's key and value. The `absorbed` tokens
+        are skipped.
         """
 
 
 class GraphedDecode(Protocol):
     """A backend's part in one captured decode of a fixed number of rows, and in its replays.
 
-    For FlashInfer, which plans on the host. No other backend captures decodes under a window on 8.x, nor on 10.x and
-    later what fused decode does not support: more than 8 query heads a KV head, or pages that are no power of two.
+    It exists for FlashInfer, which plans on the host. Two cases need FlashInfer, because no other backend captures
+    them: decodes with a window on compute capability 8.x; and, on 10.x and later, decodes that fused decode does not
+    support (more than 8 query heads per KV head, or a page size that is not a power of two).
     """
 
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
         """Plan as `AttentionBackend.plan` does, once before the capture and once during it.
 
-        Nothing on the host may depend on the lengths: a replay finds others in the tensors.
+        Nothing on the host may depend on the lengths, because a replay finds other lengths in the tensors.
         """
 
     def prepare(self, positions: Int32Array) -> None:
-        """Do the host's work for the next replay: [rows or fewer] the position of each row's query.
+        """Do the host's work for the next replay, for the position of each row's query, [rows or fewer].
 
-        Rows that are missing at the end are padding, of one token.
+        Missing rows at the end are padding rows of one token.
         """
 
 
@@ -190,11 +191,11 @@ class AttentionBackend(Protocol):
 
     @property
     def graph_safe(self) -> bool:
-        """True if a decode does the same work whatever the lengths, so that a CUDA graph may hold it."""
+        """True if a decode does the same work for all lengths, so that a CUDA graph can capture it."""
 
     @property
     def prefill_graph_safe(self) -> bool:
-        """True if a CUDA graph may hold any step, rows without a query among its rows, and its plan too."""
+        """True if a CUDA graph can capture any step with its plan, even if some rows have no query."""
 
     @property
     def upcasts(self) -> bool:
@@ -206,10 +207,10 @@ class AttentionBackend(Protocol):
 
 @runtime_checkable
 class PlansDecodes(Protocol):
-    """A backend whose `plan` may not be captured, and what takes its place in graphs."""
+    """A backend whose `plan` cannot be captured; graphs use a `GraphedDecode` instead."""
 
     def graphed_decode(self, rows: int) -> GraphedDecode:
-        """Return what captures decodes of this many rows. The largest number is asked for first."""
+        """Return the `GraphedDecode` for this number of rows. The largest number is requested first."""
 
 
 def window_left(window: int | None) -> int:
@@ -218,12 +219,12 @@ def window_left(window: int | None) -> int:
 
 
 def shorter_window(window: int | None, inputs: AttentionInputs) -> int | None:
-    """Return the window, or None where no row of the step is longer."""
+    """Return the window, or None if no row of the step is longer than it."""
     return None if window is None or window >= int(inputs.kv_lens.max()) else window
 
 
 def add_sinks(attended: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Add attention sinks (Xiao et al., 2023) to the result of a kernel that knows none; return it, changed in place.
+    """Add attention sinks (Xiao et al., 2023) to the output of a kernel without sinks, in place, and return it.
 
     A sink is a score of each head whose value is 0, so it enlarges the sum that the softmax divides by, from exp(lse)
     to exp(lse) + exp(sink). attended [T, heads, d]; `lse` [T, heads] float32: natural log-sum-exp of the scores; sinks

@@ -1,10 +1,10 @@
-"""Attention on a CPU: decodes read K and V where they lie.
+"""Attention on a CPU: decodes read K and V directly from the pool, without gathering them.
 
 A decode takes as long as reading K and V does, so gathering them first, as the reference does, costs more than the
-attention itself. Here every page of every row is attended to on its own, all of them in one call, and a row's result is
-the mean of its pages' results, weighted by their shares of the softmax's sum (Flash-Decoding, Dao et al., 2023). That
-makes the order of pages free: sorted, most follow one another in the pool and are a view of it. Small pages are
-gathered into blocks, for each block that is attended to costs some microseconds.
+attention itself. Here each page of each row is attended to separately, all pages in one call. A row's result is the
+mean of its pages' results, weighted by their shares of the softmax's sum (LSE merge as in Flash-Decoding, Dao et al.,
+2023). The order of pages is therefore free. Once sorted, most pages are contiguous in the pool, and a view of the pool
+is enough. Small pages are gathered into blocks, because each block costs some microseconds.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from minisgl.core import Int32Array
 
 Int64Array = np.ndarray[tuple[int], np.dtype[np.int64]]
 
-# Pages that follow one another in the pool are read in place if they hold so many tokens: a call of its own costs as
-# much as gathering some hundred tokens of a small model.
+# Contiguous pages of the pool are read in place if they have at least this many tokens: a separate call costs as much
+# as gathering some hundred tokens of a small model.
 _LONG_RUN = 256
-# Pages of fewer tokens than these are gathered into blocks of so many.
+# Pages with fewer tokens than this are gathered into blocks of this many tokens.
 _SMALL_PAGE, _BLOCK = 16, 64
 
 
 @dataclass(frozen=True, slots=True)
 class SingleDecode:
-    """The only row of one query, its pages in a row in the pool. Implements Decode."""
+    """Only decode row of a step, with contiguous pages in the pool. Implements Decode."""
 
     tokens: Tensor | None
     kv_range: slice  # indices in the pool of the tokens that it sees
@@ -49,7 +49,7 @@ class SingleDecode:
         return F.scaled_dot_product_attention(queries, k, v, scale=scale, enable_gqa=True).reshape(q.shape)
 
     def _seen(self, pool: Tensor) -> Tensor:
-        """Return its part of a pool [pages, page_size, kv_heads, d], as a view [1, kv_heads, L, d] in one operation."""
+        """Return the row's part of a pool [pages, page_size, kv_heads, d] as a view [1, kv_heads, L, d]."""
         _, _, kv_heads, dim = pool.shape
         token, begin, length = pool.stride(1), self.kv_range.start, self.kv_range.stop - self.kv_range.start
         return pool.as_strided((1, kv_heads, length, dim), (0, dim, token, 1), pool.storage_offset() + begin * token)
@@ -57,7 +57,7 @@ class SingleDecode:
 
 @dataclass(frozen=True, slots=True)
 class PageRun:
-    """Blocks that one call attends to: those at `blocks` among all, each the page or pages of it in the pool."""
+    """Blocks that one call attends to: their indices among all blocks, and their pages in the pool."""
 
     blocks: slice
     pages: slice | Tensor  # [n, pages of a block] int64 where they have to be gathered
@@ -65,13 +65,13 @@ class PageRun:
 
 @dataclass(frozen=True, slots=True)
 class PagedDecode:
-    """R rows of one query each that see B blocks in all, a block seen by two rows counted twice. Implements Decode.
+    """R decode rows that see B blocks in total; a block that two rows see counts twice. Implements Decode.
 
-    A block is a page, or several small ones.
+    A block is one page, or several small pages.
     """
 
-    tokens: Tensor | None  # [R] int64: where their queries stand in the step; None if they are the whole step
-    owners: Tensor  # [B] int64: whose block each is
+    tokens: Tensor | None  # [R] int64: indices of their queries in the step; None if they are the whole step
+    owners: Tensor  # [B] int64: the row of each block
     mask: Tensor  # [B, 1, 1, tokens of a block], 0 where the row sees a position and -inf elsewhere
     runs: list[PageRun]  # all blocks, in order
     blocks_of: Tensor  # [R, most blocks of a row] int64
@@ -84,7 +84,7 @@ class PagedDecode:
         outs, sums = parts[0] if len(parts) == 1 else (torch.cat(part) for part in zip(*parts, strict=True))
         sums = sums[self.blocks_of].masked_fill_(self.absent, -torch.inf)
         mean = (outs[self.blocks_of] * sums.softmax(dim=1).unsqueeze(-1)).sum(dim=1)
-        if sinks is not None:  # a sink is one more block, whose result is 0
+        if sinks is not None:  # a sink counts as one more block with the result 0
             of_positions = sums.logsumexp(dim=1) - sinks.float().view(mean.shape[1:3])
             mean *= of_positions.sigmoid().unsqueeze(-1)
         return mean.to(q.dtype).view(q.shape)
@@ -109,10 +109,10 @@ class PagedDecode:
 
 
 class CpuAttention(TorchAttention):
-    """Implements attention.base.AttentionBackend on a CPU, for any page size (the larger, the fewer calls inside)."""
+    """Implements attention.base.AttentionBackend on a CPU, for any page size; larger pages need fewer calls."""
 
     def __init__(self, spec: AttentionSpec, *, as_vectors: bool | None = None) -> None:
-        """`as_vectors` None: as `attends_as_vectors` says of this CPU."""
+        """With `as_vectors` None, `attends_as_vectors` decides for this CPU."""
         super().__init__(spec)
         self._as_vectors = attends_as_vectors(spec.dtype) if as_vectors is None else as_vectors
 
@@ -162,7 +162,7 @@ class CpuAttention(TorchAttention):
 
 
 def attends_as_vectors(dtype: torch.dtype) -> bool:
-    """Return True if two queries of a KV head attend faster one by one, as products of vectors, than together.
+    """Return True if two queries of a KV head attend faster separately, as vector products, than together.
 
     Products of matrices copy K and V into blocks first, which MKL does not do for a vector. In 16 bits its vectors are
     fast on CPUs with AMX; without it they take 4 to 7 times as long as the copies.
@@ -171,7 +171,7 @@ def attends_as_vectors(dtype: torch.dtype) -> bool:
 
 
 def _queries(q: Tensor, kv_heads: int, as_vectors: bool) -> Tensor:
-    """Return q [R, heads, d] as [R, kv_heads, group, d]: heads that share a KV head stand as so many queries of it.
+    """Return q [R, heads, d] as [R, kv_heads, group, d]: heads that share a KV head become several queries of it.
 
     A group of one, and of two `as_vectors`, is [R, heads, 1, d] instead.
     """
@@ -180,9 +180,11 @@ def _queries(q: Tensor, kv_heads: int, as_vectors: bool) -> Tensor:
 
 
 def _runs(pages: Int32Array, shortest: int) -> tuple[Int64Array, list[PageRun]]:
-    """Return an order for pages [B], and its runs: those of at least `shortest` pages, then all others gathered as one.
+    """Return an order for pages [B], and its runs of at least `shortest` contiguous pages; all other pages form one
+    last run, which is gathered.
 
-    The second, third ... times that a page is there come after the first times of all, or they would end every run.
+    If a page occurs several times, its second and later occurrences come after the first occurrences of all pages,
+    because they would otherwise interrupt the runs.
     """
     by_page = np.argsort(pages, kind="stable")
     times = np.empty_like(by_page)

@@ -1,7 +1,7 @@
-"""The CUDA toolkit that FlashInfer compiles with: the machine's, or the one that pip's wheels are parts of.
+"""CUDA toolkit that FlashInfer compiles with: the machine's own, or one made of pip's wheels.
 
-pip's (nvidia-cuda-nvcc and what it brings) lie in one folder, `nvidia/cu13`, but their libraries are not where
-FlashInfer links from. So a folder in the user's cache shows them in a toolkit's order, by symbolic links.
+pip installs nvidia-cuda-nvcc and its dependencies in one folder, `nvidia/cu13`, but their libraries are not where
+FlashInfer looks for them. Therefore a folder in the user's cache arranges them like a toolkit, by symbolic links.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _USUAL = Path("/usr/local/cuda")
 
 
 def find_cuda_home(environ: Mapping[str, str] = os.environ, usual: Path = _USUAL) -> Path | None:
-    """The folder of a toolkit with a compiler on this machine, as FlashInfer looks for it, or None."""
+    """Return the folder of a toolkit with a compiler on this machine, found as FlashInfer finds it, or None."""
     named = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
     if named is not None:
         return Path(named) if (Path(named) / "bin" / "nvcc").exists() else None
@@ -28,7 +28,7 @@ def find_cuda_home(environ: Mapping[str, str] = os.environ, usual: Path = _USUAL
 
 
 def find_wheels(search: Iterable[str] | None = None) -> Path | None:
-    """pip's compiler and what lies beside it, `.../nvidia/cu13`, or None. `search`: where packages named nvidia lie."""
+    """Return the folder of pip's compiler, `.../nvidia/cu13`, or None. `search`: folders of packages named nvidia."""
     if search is None:
         spec = importlib.util.find_spec("nvidia")
         search = (spec and spec.submodule_search_locations) or ()
@@ -58,9 +58,9 @@ def arrange_wheels(wheels: Path, folder: Path, driver_library: Path | None) -> P
 
 
 def provide_cuda_home() -> Path | None:
-    """The toolkit that FlashInfer will find, or None. To be called before FlashInfer is imported.
+    """Return the toolkit that FlashInfer will find, or None. Must be called before FlashInfer is imported.
 
-    If it is pip's, CUDA_HOME is set, for that is the one way to tell FlashInfer.
+    For pip's toolkit this sets CUDA_HOME, because FlashInfer has no other setting for it.
     """
     home = find_cuda_home()
     wheels = find_wheels() if home is None else None
@@ -74,7 +74,7 @@ def provide_cuda_home() -> Path | None:
 
 
 def _driver_library() -> Path | None:
-    """The libcuda.so.1 that this process has loaded."""
+    """Return the path of the libcuda.so.1 that this process has loaded."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.partition("/")[2]
         if "/libcuda.so" in f"/{path}":

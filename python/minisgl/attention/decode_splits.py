@@ -1,4 +1,4 @@
-"""Split-KV of fused decodes: how csrc/decode_attention.cu divides rows among blocks, by the size of the step."""
+"""Split-KV of fused decodes: division of rows among blocks of csrc/decode_attention.cu, by the size of the step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def fused_decode_unsupported(spec: AttentionSpec, capability: tuple[int, int]) -
 
 @dataclass(frozen=True, slots=True)
 class DecodeSplits:
-    """Launch parameters of a fused decode: clusters of blocks, and how long rows are cut into splits of tiles."""
+    """Launch parameters of a fused decode: clusters of blocks, and the rule that cuts long rows into splits."""
 
     cluster: int  # blocks that divide one KV head of a row
     warps: int  # warps per block
@@ -53,13 +53,13 @@ def decode_splits(
 ) -> DecodeSplits:
     """Return the fastest launch parameters for `units`: rows times KV heads, times two for heads of 512 dimensions.
 
-    They were measured on the 132 multiprocessors of an H200, and of an H100 (`slow_memory`), where few rows are faster
-    with fewer and smaller clusters (docs/log.md). Heads of 512 were not measured.
+    The parameters were measured on the 132 multiprocessors of an H200, and of an H100 (`slow_memory`), where few rows
+    are faster with fewer and smaller clusters (docs/log.md). Heads of 512 dimensions were not measured.
 
-    Few rows are divided among all multiprocessors by clusters. With many rows, those of up to 8,192 tokens are not
-    split, since equal rows keep the GPU busy by themselves; spare clusters take the further splits of longer rows.
-    `spills`: the kernel does not fit into 128 registers. `fp8`: K and V have 8 bits, so a block has half the bytes in
-    flight.
+    Few rows are divided among all multiprocessors by clusters. With many rows, rows of up to 8,192 tokens are not
+    split, because equal rows keep the GPU busy by themselves; spare clusters take the further splits of longer rows.
+    `spills`: the kernel does not fit into 128 registers. `fp8`: K and V have 8 bits, so a block has only half the bytes
+    in flight.
     """
     if head_dim > 128:  # a thread takes 255 registers, so a multiprocessor holds eight warps
         cluster = next((c for c in (8, 4, 2) if c * units <= 2 * num_sms), 1)
@@ -71,7 +71,7 @@ def decode_splits(
             8, 6, 2, spare_clusters=at_once - units, num_kv_splits=at_once // units, min_tiles=80, max_tiles=1 << 20
         )
     if slow_memory and 8 * units <= 3 * num_sms:
-        # More clusters than run at a time would only begin when others have ended.
+        # Clusters beyond those that run at a time would begin only when others have ended.
         if 8 * units <= num_sms:
             return DecodeSplits(8, 6, 2, spare_clusters=2 * num_sms // 9 - units, min_tiles=512, max_tiles=512)
         return DecodeSplits(4, 6, 2, spare_clusters=15 * num_sms // 32 - units, min_tiles=512, max_tiles=512)
@@ -93,14 +93,14 @@ def decode_splits(
     if spills:
         return DecodeSplits(1, 4, 3, spare_clusters=256)
     if (slow_memory or head_dim == 128) and 2 * num_sms < units <= 3 * num_sms:
-        # The longest row bounds the step, so it gets eight warps as in smaller and larger steps: slower for equal rows,
-        # but faster for all others.
+        # The longest row bounds the step, so it gets eight warps, as in smaller and larger steps. Slower for equal
+        # rows, but faster for all others.
         return DecodeSplits(2, 4, 3, spare_clusters=128)
     if head_dim == 64 and 3 * num_sms < units <= 4 * num_sms:  # half the bytes in flight, so all blocks in one wave
         return DecodeSplits(1, 4, 4, spare_clusters=256)
     if units <= 2 * num_sms or 3 * num_sms < units <= 4 * num_sms:  # one wave, or two full ones
         return DecodeSplits(1, 8, 2, spare_clusters=256)
-    if units > 10 * num_sms:  # so many waves that a partial last one counts for little
+    if units > 10 * num_sms:  # so many waves that a partial last one matters little
         return DecodeSplits(1, 4, 4, spare_clusters=256)
     # The number of blocks on a multiprocessor that leaves the least of the last wave idle.
     blocks = min((3, 4), key=lambda blocks: -(-units // (blocks * num_sms)) * blocks)

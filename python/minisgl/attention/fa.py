@@ -1,9 +1,9 @@
 """FlashAttention 3 (Shah et al., 2024) on the paged pool, as packaged in sgl_kernel: Ampere to Hopper, bf16 and fp16.
 
-One call serves prefill, decode and mixed batches: queries of variable length against page tables. How the work is
-split over the GPU is worked out on the device, once a step instead of in every layer.
+One call serves prefill, decode and mixed batches: queries of variable length against page tables. The device computes
+how the work is split over the GPU, once per step instead of in every layer.
 
-FP8 pages are upcast first: FlashAttention's own products of 8 bits would round q and the softmax too.
+FP8 pages are upcast first, because FlashAttention's own FP8 products would also round q and the softmax.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from minisgl.attention.base import AttentionInputs, AttentionSpec, window_left
 from minisgl.attention.page_kernels import PageList, PageUpcaster
 from minisgl.kvcache.pool import KVPool
 
-# Rows x longest query up to which a row's keys may be divided among multiprocessors: the launch that merges the parts
-# is as large as this, however few of its blocks have work.
+# Largest product of rows and longest query for which a row's keys may be divided among multiprocessors (split-KV): the
+# merge launches this many blocks, even if few of them have work.
 _MAX_MERGED = 2048
 _TILE_QUERIES = 128  # queries of all heads of a KV head that a multiprocessor has at a time
 _MIN_KEYS = 256  # keys per split
@@ -90,8 +90,9 @@ class FlashAttention3:
     def _num_splits(self, inputs: AttentionInputs) -> int:
         """Return how many parts a row's keys may have, so that all multiprocessors have work.
 
-        Never 0, FlashAttention's own choice: its schedule assumes as many queries in each row as in the longest, its
-        forward those that there are, and the schedule's parts may then be more than the forward has memory for.
+        It never returns 0, with which FlashAttention would choose itself: its schedule then assumes that every row has
+        as many queries as the longest one, but its forward uses the real numbers, so the schedule may have more parts
+        than the forward has memory for.
         """
         spec, rows, longest = self._spec, len(inputs.query_lens), int(inputs.query_lens.max())
         if longest > 1 and rows * longest > _MAX_MERGED:
@@ -106,7 +107,7 @@ class FlashAttention3:
         return max(1, min(fitting, most // _MIN_KEYS))
 
     def _schedule(self, inputs: AttentionInputs, max_query_len: int, num_splits: int) -> Tensor:
-        """Split the work on the device. Arguments must be those of the plan's `forward`."""
+        """Split the work on the device. The arguments must be the same as in the plan's `forward`."""
         spec = self._spec
         schedule: Tensor = get_scheduler_metadata(
             batch_size=len(inputs.query_lens),

@@ -1,11 +1,11 @@
 """FlashInfer (Ye et al., 2025) on the paged pool: planned decode and prefill, on Ampere and later, bf16 and fp16.
 
-Decode runs on plain CUDA cores where few query heads share a KV head (there it is bound by reading K and V once), else
-on tensor cores; prefill and mixed batches on FlashInfer's FA3 kernels where the GPU is a Hopper, else on FA2's.
+If few query heads share a KV head, decode runs on CUDA cores, because reading K and V once bounds it; otherwise it runs
+on tensor cores. Prefill and mixed batches run on FlashInfer's FA3 kernels on Hopper, on its FA2 kernels elsewhere.
 
-FlashInfer plans on the host how a step is split over the GPU: 70 to 300 us for a decode. A plan names rows and chunks
-of pages and no lengths, so it stays right while every row has as many chunks as when it was made. A captured decode
-is planned again only when that changes, and then while the device works on the step before.
+FlashInfer plans on the host how a step is split over the GPU, which takes 70 to 300 us for a decode. A plan contains
+rows and chunks of pages but no lengths, so it stays valid as long as every row has the same number of chunks. A
+captured decode is planned again only when this changes, while the device works on the previous step.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class FlashInfer:
         return self._workspace
 
     def tables(self, rows: int, width: int) -> PageList:
-        """The page list that graphed decodes of up to so many rows share: one step is over before the next begins."""
+        """Return the page list that graphed decodes of up to this many rows share: steps run one after another."""
         if self._tables is None or self._tables.pages.numel() <= rows * width:
             self._tables = PageList.empty(rows, width, self.device)
         return self._tables
@@ -126,7 +126,7 @@ class FlashInferPlan:
 
 
 class GraphedFlashInfer:
-    """Implements attention.base.GraphedDecode: fixed buffers that the graph reads, and plans that go there.
+    """Implements attention.base.GraphedDecode: fixed buffers that the graph reads, and plans that are copied to them.
 
     The wrapper is in FlashInfer's CUDA graph mode, and is planned again when its plan no longer fits.
     """
@@ -196,7 +196,7 @@ class GraphedFlashInfer:
             self._remember(wrapper)
 
     def _remember(self, wrapper: Any) -> None:
-        """Keep what the plan depends on: if rows are split, the pages of a chunk, and the chunks of each row."""
+        """Store what the plan depends on: if rows are split, the pages of a chunk and the chunks of each row."""
         backend, plan = self._backend, [int(value) for value in wrapper._plan_info]
         at, self._split = (plan[7], bool(plan[9])) if backend.plain_decode else (plan[9], bool(plan[14]))
         tokens = int(backend.staging.current[at : at + 4].view(torch.int32).item())
@@ -234,7 +234,7 @@ def prefill_kernels(capability: tuple[int, int]) -> str:
 
 
 def module_path(spec: AttentionSpec, capability: tuple[int, int], *, decode: bool) -> Path:
-    """Return the compiled module that decodes, or all other steps, need; if absent it would first be compiled."""
+    """Return the path of the compiled module for decodes or other steps; if absent, it must be compiled first."""
     windowed = spec.window is not None
     types = spec.dtype, spec.dtype, spec.dtype, torch.int32, spec.head_dim, spec.head_dim, 0
     if decode and spec.group in PLAIN_DECODE_GROUPS:

@@ -1,8 +1,8 @@
-"""A decode's attention in one launch from the q, k, v product on: csrc/decode_attention.cu, for Hopper and later.
+"""Fused decode attention: norm, rotation, store and attention in one launch (csrc/decode_attention.cu, from Hopper on).
 
-It replaces `Ops.norm_rope_store` and the attention backend in steps of decodes alone. It reads slots, lengths and the
-page table where they are, so nothing is planned, gathered or sent for it. How a row is computed depends on its own
-length and the number of rows of the step (or its graph), not on the other rows.
+It replaces `Ops.norm_rope_store` and the attention backend in steps that have only decodes. It reads slots, lengths and
+the page table in place, so nothing is planned, gathered or sent for it. A row's result depends only on the row itself
+and on the number of rows of the step (or of its graph), not on the other rows.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _kernel_spec(spec: AttentionSpec, cluster: int, warps: int, blocks_of_sm: in
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FusedRows:
-    """Fused attention of one step's rows, in the layers of one spec."""
+    """Fused decode attention for one step's rows, in the layers of one spec."""
 
     compiler: Compiler
     spec: AttentionSpec

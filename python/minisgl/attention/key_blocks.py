@@ -1,8 +1,8 @@
-"""Blocks of keys of a step's long chunks, for csrc/latent_prefill.cu: which are expanded together, and who sees them.
+"""Blocks of keys for csrc/latent_prefill.cu: keys of long chunks that are expanded together, and the queries over them.
 
-The cached tokens of a row and its new ones are one sequence of keys. With a buffer for 16,384 keys, rows of 9,000 and
-12,000 tokens are two blocks: one of 9,000 and 7,384 keys, and one of 4,616, whose result the kernel merges with that of
-the second row's first part.
+A row's keys are its cached tokens followed by its new tokens. For example, with a buffer for 16,384 keys, rows of 9,000
+and 12,000 tokens give two blocks. The first block has all 9,000 keys of the first row and 7,384 keys of the second row.
+The second block has the other 4,616 keys; the kernel merges its result with that of the second row's first part.
 """
 
 from __future__ import annotations

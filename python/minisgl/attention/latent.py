@@ -1,7 +1,7 @@
 """Latent attention (MLA) on the kernels of csrc/, for Hopper and later: any step, and any in a CUDA graph.
 
-Decodes and tokens of short chunks attend to the latents themselves, one by one; of long chunks keys and values are
-expanded, where the GPU and the heads allow it and no graph holds the step.
+Decodes and tokens of short chunks attend to the latents themselves (absorbed attention), query by query. For long
+chunks keys and values are expanded, if the GPU and the heads allow it and the step does not run in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class LatentAttentionBackend:
         tokens = inputs.graph_tokens or int(inputs.query_lens.sum())
         ends, token = inputs.query_starts[1:], torch.arange(tokens, dtype=torch.int32, device=inputs.page_table.device)
         rows = torch.searchsorted(ends, token, right=True, out_int32=True)
-        # Padding of a graph is one long row, of which the first tokens would see nothing.
+        # A graph's padding tokens form one long row, whose first tokens would see no key.
         lengths = (inputs.kv_lens_device[rows] - (ends[rows] - 1 - token)).clamp_(min=1)
         return LatentQueries(self._spec, lengths, inputs.page_table, rows, self._compiler)
 

@@ -1,8 +1,8 @@
 """Absorbed latent attention, query by query, over the latents themselves: csrc/latent_decode.cu, for Hopper and later.
 
-It is for decodes and for tokens of short chunks, each of which attends like a row of one query. The number of splits
-depends on the numbers of queries and heads alone, so that a CUDA graph may hold any step: every row is cut into as many
-equal splits. Each block of 16 heads reads a row's latents once.
+It is used for decodes and for tokens of short chunks; each such token attends like a row of one query. The number of
+splits depends only on the number of queries and heads, so that a CUDA graph can capture any step: every row is cut into
+this number of equal splits. Each block of 16 heads reads a row's latents once.
 """
 
 from __future__ import annotations

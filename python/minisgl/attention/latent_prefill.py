@@ -1,8 +1,8 @@
 """Latent attention of long chunks with expanded keys and values, on Hopper (csrc/latent_prefill.cu).
 
-The heads' keys and values are computed from the latents, a bounded number at a time. A score then costs nope_dim +
-rope_dim + value_dim products, a third of what it costs over the latents themselves, which pays for the expansion if
-enough queries share it.
+The heads' keys and values are computed from the latents, a bounded number at a time. A pair of query and key then costs
+nope_dim + rope_dim + value_dim multiplications per head, a third of the cost over the latents themselves. This pays for
+the expansion if enough queries share it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class ExpandedChunks:
 
 
 def expands(spec: AttentionSpec, compiler: Compiler) -> bool:
-    """Return True if the kernel knows these heads and this GPU."""
+    """Return True if the kernel supports these heads and this GPU."""
     nope, value = spec.expanded_dims or (0, 0)
     return compiler.arch == 90 and nope > 0 and nope % 64 == 0 and value > 0 and value % 128 == 0 and _tile(spec) > 0
 
@@ -96,7 +96,7 @@ def plan_chunks(spec: AttentionSpec, compiler: Compiler, inputs: AttentionInputs
         keys = len(block.rows)
         row, position = upload(np.stack([block.rows, block.positions]), device)
         kv_indices = inputs.page_table[row.long(), (position // size).long()] * size + position % size
-        parts = latents[:keys], expanded[:keys]  # beyond them the kernel finds zeros
+        parts = latents[:keys], expanded[:keys]  # keys after them are zeros for the kernel
         maps = tensor_map(parts[1], tile, _COLUMNS), tensor_map(parts[0], tile, _COLUMNS)
         blocks.append(ExpandedKeys(kv_indices, upload(block.items, device), *parts, maps))
     tokens, merges = int(inputs.query_lens.sum()), any(block.merges for block in divided)

@@ -1,4 +1,4 @@
-"""Attention of a whole model: the backends of each layer, which its spec decides, planned together once a step."""
+"""Attention of a whole model: the backends of each layer, chosen by its spec and planned together once per step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from minisgl.attention.fused import FusedDecode, FusedRows
 
 
-_MAX_ABSORBED = 1 << 18  # queries times keys of long chunks up to which a graph, with absorbed attention, is faster
+_MAX_ABSORBED = 1 << 18  # queries times keys of long chunks up to which a graph with absorbed attention is faster
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,12 +47,12 @@ class LayerAttention:
 
     @property
     def upcast_stores(self) -> tuple[Store, ...]:
-        """Stores of the copy that a backend reads in the place of FP8 pages, if it does."""
+        """Stores of the copy that a backend reads instead of FP8 pages, if it needs one."""
         return self.spec.kv_stores(self.spec.dtype) if self.prefill.upcasts or self.decode.upcasts else ()
 
 
 class ModelAttention:
-    """Plans a step for all layers that attend. The others keep a state by slot, which stands in the layout."""
+    """Plans a step for all attention layers. The other layers have a state per slot, which is part of the layout."""
 
     def __init__(self, layers: Sequence[LayerAttention | RecurrentSpec], *, window_group: bool = False) -> None:
         """`window_group`: layers with a window have pages and a page table of their own."""
@@ -60,7 +60,7 @@ class ModelAttention:
         self._attending = {index: layer for index, layer in enumerate(layers) if isinstance(layer, LayerAttention)}
         self.layers = tuple(self._attending.values())
         self._stores = tuple(layer.stores for layer in layers)
-        # Inputs in front of a token that recurrent layers read; None: there are no such layers.
+        # Number of inputs before a token that recurrent layers read; None: there are no such layers.
         self.history = max((layer.history for layer in layers if isinstance(layer, RecurrentSpec)), default=None)
 
     @property
@@ -76,7 +76,7 @@ class ModelAttention:
     def fits_graph(self, query_lens: Int32Array, kv_lens: Int32Array) -> bool:
         """Return True if a graph is the fastest way for a step that prefills and has few tokens.
 
-        In a graph latent attention is absorbed. For long chunks behind many cached tokens that costs more than the
+        In a graph latent attention is absorbed. For long chunks after many cached tokens, this costs more than the
         launches of a step without a graph.
         """
         if all(layer.spec.expanded_dims is None for layer in self.layers):
@@ -116,7 +116,7 @@ class ModelAttention:
         return {index: plans[backend] for index, backend in backends.items()}
 
     def expanding(self, plans: Mapping[int, AttentionPlan]) -> Mapping[int, ExpandingPlan]:
-        """Return those of a step's plans that expand keys and values, by layer."""
+        """Return the plans of a step that expand keys and values, by layer."""
         return {
             layer: plan
             for layer, plan in plans.items()
@@ -125,7 +125,7 @@ class ModelAttention:
         }
 
     def capture_decode(self, rows: int) -> CapturedDecode:
-        """Return the attention of a captured decode of so many rows. The largest number is asked for first."""
+        """Return the attention of a captured decode of this many rows. The largest number is requested first."""
         return CapturedDecode(self._attending, rows, window_group=self._window_group)
 
 

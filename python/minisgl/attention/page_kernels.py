@@ -1,8 +1,8 @@
-"""Kernels over page tables for backends that cannot read the tables as they are; the host reads nothing back.
+"""Kernels over page tables, for backends that cannot read the tables directly; the host reads nothing back.
 
-FlashInfer takes all rows' pages as one list (CSR). FlashAttention 3 reads 16 bits, so in every layer the FP8 pages that
-a step sees are copied to `KVPool.upcast_buffer`: bfloat16 and float16 have every e4m3 value, so nothing is lost, and a
-prefill multiplies far longer than the copy takes.
+FlashInfer takes all rows' pages as one list (CSR). FlashAttention 3 reads only 16-bit K and V, so in every layer the
+FP8 pages that a step sees are copied to `KVPool.upcast_buffer`. bfloat16 and float16 can represent every e4m3 value, so
+nothing is lost, and the copy takes little time compared with a prefill's products.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _VECTOR = 16  # values of 8 bits
 class PageList:
     """Pages of all rows of a step in one list, on the device; all int32."""
 
-    starts: Tensor  # [rows + 1]: where each row's pages begin in `pages`, and where the last's end
+    starts: Tensor  # [rows + 1]: begin of each row's pages in `pages`, and end of the last row's
     last_page_lens: Tensor  # [rows]: tokens in each row's last page
-    pages: Tensor  # [rows * width + 1 or more]: beyond starts[rows] they may be anything
+    pages: Tensor  # [rows * width + 1 or more]: undefined from starts[rows] on
 
     @classmethod
     def empty(cls, rows: int, width: int, device: torch.device) -> PageList:
@@ -49,7 +49,7 @@ def make_flattener(device: torch.device) -> PageFlattener:
 
 
 def flatten_pages(table: Tensor, kv_lens: Tensor, page_size: int, out: PageList) -> None:
-    """Do a PageFlattener's work in torch, in a way that a CUDA graph can hold: nothing is read back."""
+    """Implement PageFlattener in torch. The host reads nothing back, so a CUDA graph can capture it."""
     rows, width = table.shape
     own = (kv_lens + page_size - 1) // page_size
     out.starts[:1].zero_()

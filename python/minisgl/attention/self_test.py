@@ -1,4 +1,4 @@
-"""A small step of known answers, which a backend must get right before it is used (by an engine, by `doctor`)."""
+"""Self-test of attention backends: a small step with known answers, run before a backend is used, and by `doctor`."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ _WINDOW = 24
 
 
 class AttentionTest:
-    """Three rows over random pages that lie in another order; a prefill's rows begin behind what is cached.
+    """Three rows over random pages in shuffled order; in a prefill, each row's queries follow cached tokens.
 
-    `pool` holds K and V of one layer, `exact` the same values in float32. Of latents a head's key and value are the
-    first dimensions, so that a plan which expands them has the answer's first ones too; a chunk is long enough for it.
+    `pool` has K and V of one layer, `exact` the same values in float32. With latents, a head's key and value are the
+    first dimensions of the latent, so a plan that expands them must give the first dimensions of the answer. One chunk
+    is long enough to be expanded.
     """
 
     def __init__(self, spec: AttentionSpec, device: torch.device, role: Role = "decode") -> None:
@@ -96,7 +97,7 @@ def self_test_error(
 ) -> str | None:
     """Return in one line why a backend must not be used for these layers, or None.
 
-    A window is tried as a short one, or no row of the test would be longer than it.
+    A window is replaced by a short one, because no row of the test would be longer than the real one.
     """
     if spec.window is not None:
         spec = replace(spec, window=_WINDOW)

@@ -1,7 +1,7 @@
-"""Attention in plain torch on any device: the oracle of the other backends.
+"""Attention in plain torch on any device: the reference for the other backends.
 
-Rows of one query are gathered from their pages and attend together, those of similar length in one call; rows of
-more queries (prefill chunks) attend one by one. FP8 K and V are upcast to the queries' dtype.
+K and V of decode rows are gathered from their pages, and rows of similar length attend in one call. Rows of several
+queries (prefill chunks) attend one by one. FP8 K and V are upcast to the queries' dtype.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from minisgl.core import Int32Array
 from minisgl.kvcache.pool import KVPool
 
 _MAX_SCORES = 1 << 20  # scores of a head that are stored at a time where torch's fused attention is not used
-# torch 2.11's memory-efficient attention is right for heads up to here. With the 576 of latent attention an H200 gave
-# wrong results where a chunk's queries left one over from tiles of 32.
+# torch 2.11's memory-efficient attention is correct for heads up to this size. With the 576 dimensions of latent
+# attention, an H200 gave wrong results if a chunk's number of queries was one more than a multiple of 32.
 _LARGEST_HEAD = 256
 
 
@@ -66,7 +66,7 @@ class PrefillRow:
 
 @dataclass(frozen=True, slots=True)
 class TorchPlan:
-    """Implements attention.base.AttentionPlan. Latent attention takes whole keys for values and cuts the result."""
+    """Implements attention.base.AttentionPlan. Latent attention uses whole keys as values and cuts the result."""
 
     decodes: Sequence[Decode]
     prefills: Sequence[PrefillRow]
@@ -140,7 +140,7 @@ class TorchAttention:
         blocks = (starts // size).unsqueeze(1) + torch.arange(count, dtype=torch.int32, device=device)
         positions = (blocks.unsqueeze(2) * size + torch.arange(size, dtype=torch.int32, device=device)).flatten(1)
         mask = (positions < lengths.unsqueeze(1)) & (positions >= starts.unsqueeze(1))
-        # Beyond a row's length its page table may hold anything: its first page is read instead, masked.
+        # After a row's length its page table is undefined: its first page is read there, and masked.
         pages = table.gather(1, blocks.long() * (blocks * size < lengths.unsqueeze(1)))
         return PaddedDecode(tokens, pages, mask[:, None, None, :])
 
@@ -162,7 +162,7 @@ class TorchAttention:
 
 
 def _similar_lengths(rows: Int32Array, lengths: Int32Array) -> Iterator[Int32Array]:
-    """Split rows so that none is padded to more than about twice its length; few short rows are not worth it."""
+    """Split rows so that none is padded to more than about twice its length. A few short rows are not split."""
     if len(rows) == 0:
         return
     longest = int(lengths.max())
@@ -183,7 +183,7 @@ def read_pages(pool: Tensor, pages: Tensor) -> Tensor:
 def gather_pages(pool: Tensor, pages: Tensor) -> Tensor:
     """Copy pages [..., n] of a pool [pages, page_size, kv_heads, d] to [..., n * page_size, kv_heads, d].
 
-    Whole pages, because a CPU copies few long pieces many times faster than many short ones.
+    Whole pages are copied, because a CPU copies few long pieces many times faster than many short ones.
     """
     found = read_pages(pool.flatten(1), pages.flatten())
     return found.view(*pages.shape[:-1], pages.shape[-1] * pool.shape[1], *pool.shape[2:])
@@ -207,7 +207,7 @@ def attend_in_float32(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: floa
 def _attend_in_16_bits(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Attend as `attend_in_float32` does, with q [kv_heads, group, Q, d], k and v [kv_heads, 1, L, d], mask [Q, L].
 
-    Scores are float32; each position's share is rounded to 16 bits, which a GPU's tensor cores multiply.
+    Scores are float32. The softmax weights are rounded to 16 bits, so that a GPU multiplies them on tensor cores.
     """
     rows = q.flatten(1, 2)
     scores = torch.bmm(rows, k.squeeze(1).transpose(1, 2), out_dtype=torch.float32).view(*q.shape[:3], -1)

@@ -1,10 +1,11 @@
-"""FlashAttention 2 (Dao, 2023) of variable lengths, as built into torch: bf16 and fp16 on 8.0 and later, no toolkit.
+"""FlashAttention 2 (Dao, 2023) with variable lengths, as built into torch: bf16 and fp16 on 8.0 and later, no toolkit.
 
-Keys and values must lie side by side, so in every layer the tokens that a step sees are copied out of their pages,
-those of several rows together up to `_MAX_KEYS`. Query heads share KV heads in the kernel: neither scores nor repeated
-heads are ever stored. A prefill's products take far longer than the copy.
+Keys and values must be contiguous, so in every layer the tokens that a step sees are copied from their pages, for
+several rows together up to `_MAX_KEYS` tokens. The kernel supports query heads that share KV heads, so neither scores
+nor repeated heads are stored. A prefill's products take far longer than the copy.
 
-Block tables, which torch has from 2.13 on, would save it, but FlashAttention 2 reads none of pages below 256 tokens.
+Block tables, which torch has from 2.13 on, would avoid the copy, but FlashAttention 2 needs pages of at least 256
+tokens for them.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class VarlenAttention:
         return VarlenPlan(list(self._groups(inputs, window)), window, self._spec.softmax_scale)
 
     def _groups(self, inputs: AttentionInputs, window: int | None) -> Iterator[VarlenGroup]:
-        """Yield the step's rows in groups; of a row, the keys that any of its queries sees."""
+        """Yield the step's rows in groups, each row with the keys that any of its queries sees."""
         query_lens, kv_lens, page_size = inputs.query_lens, inputs.kv_lens, self._spec.page_size
         key_lens = kv_lens if window is None else np.minimum(kv_lens, query_lens + (window - 1))
         ends = np.cumsum(query_lens)
@@ -96,7 +97,8 @@ class VarlenAttention:
 def _split(query_lens: Int32Array, key_lens: Int32Array) -> Iterator[slice]:
     """Yield rows in order, in groups of up to `_MAX_KEYS` keys.
 
-    Decodes stand apart from prefills: the kernel's launch is as large as the group's rows times its longest query.
+    Decodes and prefills are in different groups, because the kernel's launch is as large as the number of rows times
+    the longest query.
     """
     first = keys = 0
     for row, (queries, length) in enumerate(zip(query_lens.tolist(), key_lens.tolist(), strict=True)):

@@ -42,7 +42,7 @@ class QuantizedTensors:
 
 
 def find_quantized(tensors: Mapping[str, StoredTensor], quantization: Quantization) -> QuantizedTensors:
-    """Return the quantized matrices of a checkpoint. ValueError, which names the module, for one that does not fit."""
+    """Return the quantized matrices of a checkpoint. Raises ValueError, which names the module, if one does not fit."""
     found = QuantizedTensors()
     for name, tensor in tensors.items():
         module, _, leaf = name.rpartition(".")

@@ -19,10 +19,10 @@ _E8M0_LARGEST = 128  # largest biased exponent of a scale, 2, to which the shift
 class PackedExperts:
     """Matrices [experts, out, in] on a GPU in the layout of csrc/quantized.cuh, for products in `dtype`.
 
-    `words` int32 [experts, tiles, chunks, 512]; `row_scales` float32 [experts, out] if a row has one scale, else
-    `scales`: int32 [experts, tiles, groups, TILE] as in `PackedLevels`, or of mxfp4 uint8 [experts, tiles, chunks, 32,
-    4], for each row g of a warp's 16 a byte for each of a thread's words. `gated`: the first half of the rows are
-    gates, and eight of them are packed in front of the eight that they are for.
+    `words` int32 [experts, tiles, chunks, 512]. `row_scales` float32 [experts, out] if a row has one scale. Otherwise
+    `scales`: int32 [experts, tiles, groups, TILE] as in `PackedLevels`, or for mxfp4 uint8 [experts, tiles, chunks, 32,
+    4], with one byte for each row g of a warp's 16 rows and each of a thread's words. `gated`: the first half of the
+    rows are gates; when packed, eight gates are followed by the eight ups that belong to them.
     """
 
     format: LevelFormat
@@ -67,8 +67,9 @@ class PackedExperts:
         return sum(each.nbytes for each in (self.words, self.scales, self.row_scales) if each is not None)
 
     def fill(self, expert: int, rows: slice, levels: Levels) -> None:
-        """Pack rows of an expert: all of them, or the gates or the ups of a gated one. ValueError for scales that the
-        layout cannot hold.
+        """Pack rows of an expert: all of them, or the gates or the ups of a gated one.
+
+        Raises ValueError for scales that the layout cannot represent.
         """
         width = self.shape[1]
         start, stop, _ = rows.indices(width)

@@ -1,6 +1,6 @@
-"""Layout of quantized weights on a GPU: bits permuted so that each thread of csrc/'s products reads 16 bytes at a time.
+"""Layout of quantized weights on a GPU: bits are permuted so that each thread of a GEMM reads 16 bytes at a time.
 
-csrc/quantized.cuh explains it.
+csrc/quantized.cuh explains the layout.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _BLOCK = 1 << 24  # number of values packed at a time
 class PackedLevels:
     """`Levels` on a GPU in the layout of csrc/quantized.cuh.
 
-    `words` int32 [tiles, chunks, 512]; `row_scales` float32 [out] if a row has one scale, else `group_scales` int32
-    [tiles, groups, TILE]: float32 bits, of integers with the zero point as the lowest eight; with `offsets` a scale and
-    an offset of 16 bits. `gated`: the first half of the rows are gates, and eight of them are packed in front of the
-    eight that they are for.
+    `words` int32 [tiles, chunks, 512]. `row_scales` float32 [out] if a row has one scale. Otherwise `group_scales`
+    int32 [tiles, groups, TILE]: the bits of a float32, whose lowest eight are the zero point in integer formats; with
+    `offsets`, a scale and an offset of 16 bits each. `gated`: the first half of the rows are gates; when packed, eight
+    gates are followed by the eight ups that belong to them.
     """
 
     kind: Kind

@@ -1,10 +1,10 @@
-"""Scales of an FP8 KV cache as checkpoints have them, applied by the weights around the cache.
+"""Scales of an FP8 KV cache from a checkpoint, applied to the weights of the layers before and after the cache.
 
 With a scale s, K is stored as K / s, and q is multiplied by s, so that scores stay the same: the weights of q and k, or
 of their norms, are multiplied by s and 1 / s. V is stored as V / s, and o_proj's weight is multiplied by s. Scales are
-rounded up to powers of two, by which weights are multiplied without rounding. e4m3 has as many digits for a value times
-a power of two, so no value overflows, and none is rounded more than with the exact scale. Attention backends know
-nothing of the scales.
+rounded up to powers of two, so that multiplying a weight by them does not round it. e4m3 has the same precision for a
+value times a power of two, so no value overflows, and none is rounded more than with the exact scale. Attention
+backends do not see the scales.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class KVScales:
 
 
 def read_kv_scales(stored: Mapping[str, StoredTensor]) -> dict[str, KVScales]:
-    """Return the scales by attention module, such as model.layers.0.self_attn. ValueError names one that is none."""
+    """Return the scales by attention module, such as model.layers.0.self_attn. Raises ValueError for a bad scale."""
     found: dict[str, dict[str, float]] = {}
     for name, tensor in stored.items():
         leaf = next((leaf for leaf in _SCALED if name.endswith(f".{leaf}")), None)

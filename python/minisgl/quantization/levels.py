@@ -19,8 +19,8 @@ E2M1 = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], device="
 class LevelFormat:
     """Format of a matrix of levels.
 
-    `rounds_x`: products round activations to `kind`, too, in groups of `group` columns of a row; with the static scale
-    `x_scale`, or if it is 0, with dynamic scales by the largest value of each group.
+    `rounds_x`: products also round activations to `kind`, in groups of `group` columns of a row. They use the static
+    scale `x_scale`; if it is 0, they use dynamic scales, from the largest value of each group.
     """
 
     kind: Kind

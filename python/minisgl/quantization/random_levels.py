@@ -1,4 +1,4 @@
-"""Random matrices in a format, which stand in for a quantized checkpoint's ("dummy" weights)."""
+"""Random matrices in a quantized format, as "dummy" weights instead of a quantized checkpoint's."""
 
 from __future__ import annotations
 

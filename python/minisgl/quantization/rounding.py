@@ -17,7 +17,7 @@ INT4_GROUP = 32  # input columns that share a scale
 INT4_FORMAT = LevelFormat("int4", INT4_GROUP, offsets=True)
 _LARGEST = {"fp8": 448.0, "int8": 127.0}
 _INT4_STEPS, _INT4_MIDDLE = 15, 8
-_BLOCK = 1 << 20  # number of values at a time, which fit in the CPU's cache
+_BLOCK = 1 << 20  # values processed at a time, which fit in the CPU's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +104,9 @@ def _grid(groups: Tensor) -> tuple[Tensor, Tensor]:
 def _divided(x: Tensor, by: float) -> Tensor:
     """Return x / by as IEEE 754 rounds it, so that all devices round weights alike.
 
-    On a GPU torch multiplies by the reciprocal of a number, which is off by a bit: values halfway between two, of which
-    weights of bfloat16 have many, then go to the other side, and logits move as much as by rounding to bfloat16.
+    On a GPU torch divides by a number by multiplying with its reciprocal, which can differ in the last bit. Values
+    halfway between two levels, which are frequent in bfloat16 weights, are then rounded to the other level, and logits
+    change as much as by rounding to bfloat16.
     """
     return x / x.new_full((), by)
 

@@ -13,7 +13,7 @@ Activations = Literal["16 bits", "dynamic 8 bits", "static 8 bits"]  # activatio
 class ScaledWeights:
     """Values of 8 bits in `weight`, each multiplied by the scale of its tensor, channel, group or block.
 
-    What a scale belongs to follows from the shape of the scales, but for blocks, whose shape is (rows, columns).
+    The shape of the scales tells which of these it is; only blocks need their own shape, (rows, columns).
     """
 
     dtype: Literal["fp8", "int8"]
@@ -95,7 +95,7 @@ class Quantization:
 
     @property
     def kind(self) -> str:
-        """fp8, int8 or int4 if all schemes have such weights, or mixed."""
+        """Kind of all schemes' weights: fp8, int8 or int4; mixed if they differ."""
         kinds = {scheme.kind for _, scheme in self.schemes}
         return kinds.pop() if len(kinds) == 1 else "mixed"
 
