@@ -1,4 +1,4 @@
-"""Choice of attention backends, for GPUs that need not be there."""
+"""Choice of attention backends, for GPUs that need not be present."""
 
 from __future__ import annotations
 

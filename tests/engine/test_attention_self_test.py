@@ -22,14 +22,14 @@ WINDOWED = replace(SPEC, window=1000)
 
 
 class BlindToWindows(TorchAttention):
-    """FlashAttention 3 was reported to attend to other keys than the window's on 8.x."""
+    """Backend that ignores the window, as was reported of FlashAttention 3 on 8.x."""
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(replace(spec, window=None))
 
 
 class Trimmed(TorchAttention):
-    """A package without a kernel for this head size."""
+    """Backend of a package that has no kernel for this head size."""
 
     def plan(self, inputs: AttentionInputs) -> TorchPlan:
         raise RuntimeError("CUDA error: device kernel image is invalid\nmore lines")

@@ -73,7 +73,7 @@ def test_idle_openmp_threads_of_a_worker_sleep_and_do_not_spin() -> None:
 
 
 def test_compiled_products_are_bounded() -> None:
-    """Each number of tokens is another product: as many again as fill the cache take hardly more memory."""
+    """Each number of tokens is another product. Twice as many as fill the cache take hardly more memory."""
     _, half, whole = run(PRODUCTS, str(PRODUCTS_EACH), cpu_environment({}))
     assert whole - half < PRODUCTS_EACH / 8  # each product takes some 0.5 MB
 

@@ -1,4 +1,4 @@
-"""Splits of fused decodes: what the kernel relies on, and which layers it supports."""
+"""Splits of fused decodes: the assumptions of the kernel, and the layers that it supports."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ PROMPTS = [f"{word} is a word." for word in ("One", "Two", "Three", "Four", "Fiv
 
 
 def too_much() -> torch.Tensor:
-    """Ask for more than any allocator has."""
+    """Request more memory than any allocator has."""
     return torch.empty(1 << 60, dtype=torch.uint8)
 
 

@@ -87,7 +87,7 @@ def test_the_longest_step_follows_a_prefix_and_returns_logprobs(slots: int, long
 
 
 def test_the_memory_trial_attends_to_a_prefix_and_scores_every_token() -> None:
-    """The GPU's trial runs in an engine on the CPU: what it computes is of no use, but all of it is computed."""
+    """The GPU's memory trial runs here in an engine on the CPU; its results are not used, but all of it is computed."""
     with LLM("demo", device="cpu", max_running_req=3, max_seq_len_override=200, num_page_override=16) as llm:
         runner = llm._engine._runner
         seen: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""Attention of layers that differ: which backends each gets, on GPUs that need not be there, and what a step plans."""
+"""Attention of layers that differ: the choice of each layer's backends on GPUs that need not be present, and plans."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GEMMA = [LOCAL] * 5 + [FULL] + [LOCAL] * 2
 
 
 class Named(TorchAttention):
-    """Stands for a backend of a package that is not here."""
+    """Stand-in for a backend whose package is not installed."""
 
     graph_safe = True
 

@@ -1,4 +1,4 @@
-"""The rows and keys of torch's variable-length attention, and the torch backend in pieces: what needs no GPU."""
+"""Rows and keys of torch's variable-length attention, and the torch backend with few scores at a time; needs no GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 class World:
-    """Random rows over pages in any order, with what stands beyond a row's length wrong."""
+    """Random rows over pages in any order; page-table entries after a row's length are wrong."""
 
     def __init__(self, page_size: int, query_lens: list[int], kv_lens: list[int]) -> None:
         rng = torch.Generator().manual_seed(0)

@@ -63,7 +63,7 @@ def sum_of(values: Sequence[Tensor], residual: Tensor | None = None) -> Tensor:
 @pytest.mark.parametrize("sizes", [ONE_SHOT, TWO_SHOT], ids=["one_shot", "two_shot"])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_rank_gets_the_sum_bit_for_bit(ranks: int, sizes: tuple[int, int], dtype: torch.dtype) -> None:
-    """No number of ranks, blocks or threads divides the vectors; sizes take turns, so that buffers are used again."""
+    """The number of vectors is no multiple of ranks, blocks or threads; sizes alternate, so that buffers are reused."""
     torch.manual_seed(ranks)
     group = Ranks(ranks, sizes)
     vector = 16 // dtype.itemsize
@@ -83,7 +83,7 @@ def test_every_rank_gets_the_sum_bit_for_bit(ranks: int, sizes: tuple[int, int],
 @pytest.mark.parametrize(("dtype", "norm_dtype"), [(torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_a_sum_is_normed_to_the_bits_of_its_norm(ranks: int, dtype: torch.dtype, norm_dtype: torch.dtype) -> None:
-    """More and fewer rows than blocks, between sums that use the same buffers."""
+    """There are more and fewer rows than blocks, between sums that use the same buffers."""
     from minisgl.kernel.base import Norm
     from minisgl.kernel.cuda_ops import CudaOps
 
@@ -144,7 +144,7 @@ def test_products_are_summed_to_the_bits_of_separate_sums(ranks: int, dtype: tor
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_rank_gets_all_columns(ranks: int, dtype: torch.dtype) -> None:
-    """Between sums, which use the same buffers; the last rank's columns are padded."""
+    """Gathers alternate with sums, which use the same buffers; the last rank's columns are padded."""
     torch.manual_seed(ranks)
     group = Ranks(ranks, ONE_SHOT)
     for rows, columns, missing in ((1, 1024, 0), (5, 72, 8), (33, 200, 16), (1, 8, 0)):

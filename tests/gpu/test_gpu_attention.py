@@ -55,7 +55,7 @@ class World:
             half(1).normal_(generator=self.generator)
         self.exact.keys(1).copy_(self.pool.keys(1))
         self.exact.values(1).copy_(self.pool.values(1))
-        # Pages may be shared between rows; what stands beyond a row's length is never looked at.
+        # Pages may be shared between rows; entries after a row's length are never read.
         self.table = torch.randint(0, pages, (rows, width), dtype=torch.int32, device=DEVICE, generator=self.generator)
 
     def inputs(self, query_lens: Int32Array, kv_lens: Int32Array) -> AttentionInputs:
@@ -215,7 +215,7 @@ def check_steps(world: World, name: str) -> None:
 
 @contextmanager
 def side_stream() -> Iterator[None]:
-    """Run on a stream of its own, as the engine does: no graph can be captured on the default stream."""
+    """Run on a separate stream, as the engine does, because no graph can be captured on the default stream."""
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         yield
@@ -277,7 +277,7 @@ def test_replays_with_other_lengths(name: str, heads: tuple[int, int], page_size
                 q = world.queries(len(live))
                 have = graph.replay(q, live).clone()
                 world.check(have, q, world.inputs(np.ones_like(live), live))
-                # Most rows grow by a token, some are others now.
+                # Most rows grow by one token; some are replaced by other rows.
                 lengths = np.minimum(lengths + 1, LONGEST).astype(np.int32)
                 changed = rng.random(rows) < 0.1
                 lengths[changed] = rng.integers(1, LONGEST + 1, int(changed.sum()))

@@ -55,7 +55,7 @@ def rows_of(lens: list[int], starts: list[int], slots: torch.Tensor) -> Recurren
 
 
 def captured_rows_of(lens: list[int], starts: list[int], slots: torch.Tensor) -> RecurrentRows:
-    """The layout that a graph holds, with two empty rows in a slot that is in use."""
+    """Return the layout that a graph uses, with two empty rows in a slot that is in use."""
     positions = torch.cat([start + torch.arange(length) for start, length in zip(starts, lens, strict=True)]).cuda()
     query_starts = torch.tensor([0, *np.cumsum(lens), sum(lens), sum(lens)], dtype=torch.int32, device="cuda")
     return captured_rows(query_starts, torch.cat((slots, slots[:1], slots[:1])), positions)
@@ -96,7 +96,7 @@ def test_chunks(dtype: torch.dtype, engine: str) -> None:
 def test_rows_in_turns_go_on(
     dtype: torch.dtype, key_heads: int, value_heads: int, lens: list[int], *, captured: bool
 ) -> None:
-    """Prefills in two parts, beside decodes: the second part finds the states of the first."""
+    """Prefills in two chunks, batched with decodes: the second chunk continues from the first one's states."""
     from minisgl.kernel.cuda_ops import CudaOps
 
     torch.manual_seed(len(lens))

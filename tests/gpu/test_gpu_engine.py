@@ -1,7 +1,7 @@
 """The engine on a GPU: FlashAttention 3, graphs and overlap against transformers and the torch backend, in bf16.
 
-In bf16 two correct engines part at near ties of the first two logits. So a token is judged by the oracle's logits for
-the same prefix: it must be within rounding of the best one.
+In bf16 two correct engines may choose different tokens if the two largest logits are nearly equal. Therefore a token is
+judged by the reference's logits for the same prefix: its logit must be within rounding of the best one.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def test_graph_equals_eager(folder: Path, attention: str, policy: str) -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_twenty_retractions_change_no_answer(tmp_path: Path, overlap: bool) -> None:
-    """float32 and torch's attention give a token that is computed again the same best logit."""
+    """With float32 and torch's attention, a token that is computed again has the same best logit."""
     save_qwen3(tmp_path, weights=True, vocab_size=VOCAB, num_layers=4)
     rng = random.Random(1)
     short = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))] for _ in range(16)]
@@ -157,7 +157,7 @@ def test_twenty_retractions_change_no_answer(tmp_path: Path, overlap: bool) -> N
 
 
 def test_the_seconds_of_a_step_are_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They leave out what the stream does before the step, and the host's wait for that."""
+    """The time excludes earlier work of the stream, and the host's wait for it."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     seconds: list[float] = []
 

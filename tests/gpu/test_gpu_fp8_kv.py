@@ -36,7 +36,7 @@ def make_pool(spec: AttentionSpec, pages: int, dtype: torch.dtype, upcast: torch
 
 
 def check_stored(have: Tensor, want: Tensor) -> None:
-    """Equal, but for values that the kernel's sums bring to the other side of a boundary: these are one step off."""
+    """Check that values are equal, or one step apart where the kernel's sums are rounded across a boundary."""
     a, b = (tensor.float() for tensor in (have, want))
     differs = a != b
     assert differs.float().mean() < 2e-3
@@ -72,7 +72,7 @@ def test_norm_rope_store(dtype: torch.dtype, head_dim: int, normed: bool) -> Non
 
 
 def attend(step: Step, q: Tensor, window: int | None) -> Tensor:
-    """[rows, heads, head_dim] float64 over what is in the caches, the new token included."""
+    """Attend in float64 to the contents of the caches, the new token included: [rows, heads, head_dim]."""
     spec = step.spec
     rows = []
     for row, length in enumerate(step.lengths):
@@ -138,7 +138,7 @@ def test_fused_decode(
 
 
 def test_the_new_token_counts_as_it_is_stored() -> None:
-    """A decode of one token gives its value as the cache has it: rounded, at most 448."""
+    """A decode of a single token returns its value as stored in the cache: rounded, and at most 448."""
     spec = AttentionSpec(16, 8, 128, 64, BF16, fp8_kv=True)
     step = make_step(spec, [1, 1])
     step.qkv[:, -8 * 128 :] *= 200

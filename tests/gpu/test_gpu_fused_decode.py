@@ -177,7 +177,7 @@ def test_fused_decode(
 def test_queries_of_a_layer_that_shares_kv(
     lengths: list[int], window: int | None, heads: int, kv_heads: int, head_dim: int, fp8_kv: bool
 ) -> None:
-    """Gemma 4's: the new token is in the pages already, and nothing is stored."""
+    """As in Gemma 4, the new token is already in the pages, and nothing is stored."""
     spec = AttentionSpec(heads, kv_heads, head_dim, 64, BF16, fp8_kv=fp8_kv, scale=1 / 16, stores_kv=False)
     compare(make_step(spec, lengths), window)
 
@@ -190,13 +190,13 @@ def test_norm_of_v(head_dim: int) -> None:
 
 @pytest.mark.parametrize("head_dim", [128, 256, 512])
 def test_norms_in_float32_and_another_scale(head_dim: int) -> None:
-    """Gemma's: a scale that is not that of the head's size, and norms whose weights are wider than q and k."""
+    """As in Gemma, the scale does not follow from the head size, and the norms' weights are wider than q and k."""
     spec = AttentionSpec(32, 16, head_dim, 64, BF16, scale=168**-0.5, norm_dtype=torch.float32)
     compare(make_step(spec, [640, 7, 9000]), None)
 
 
 def test_layers_of_all_kinds_share_one_memory() -> None:
-    """Gemma 4's, one after the other as in its decodes; long rows are cut, so that all write and read the records."""
+    """Layers of Gemma 4 run one after another, as in a decode; long rows are split, so all layers use the records."""
     from minisgl.attention.fused import FusedDecode
 
     wide = AttentionSpec(8, 1, 512, 64, BF16)
@@ -249,7 +249,7 @@ def relative_error(have: Tensor, want: Tensor) -> float:
 
 @pytest.mark.parametrize("rows", [1, 4, 8, 16, 20, 28, 40, 60, 256])
 def test_a_row_depends_on_no_other(rows: int) -> None:
-    """A row's bits are the same whatever the others' lengths, and again."""
+    """A row's bits do not depend on the other rows' lengths, and are the same in a second run."""
     spec = AttentionSpec(16, 8, 128, 64, BF16)
     step = make_step(spec, [12345, *[640] * (rows - 1)])
     first = step.forward()

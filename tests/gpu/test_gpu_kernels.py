@@ -111,7 +111,7 @@ def test_norm_rope_store(
     ],
 )
 def test_products(ops: Ops, dtype: torch.dtype, rows: int, size: int, width: int) -> None:
-    """Up to 8 or 16 rows take skinny_gemm.cu, up to 64 small_batch_gemm.cu, more cuBLAS: the same on all sides."""
+    """Up to 8 or 16 rows use skinny_gemm.cu, up to 64 small_batch_gemm.cu, more cuBLAS; all match the reference."""
     x = torch.randn(rows, size, device="cuda").to(dtype)
     weight = (torch.randn(width, size, device="cuda") / size**0.5).to(dtype)
     bias, residual = torch.randn(width, device="cuda").to(dtype), torch.randn(rows, width, device="cuda").to(dtype)
@@ -139,7 +139,7 @@ def test_products(ops: Ops, dtype: torch.dtype, rows: int, size: int, width: int
 
 @pytest.mark.parametrize("num_sms", [78, 114, 132, 148])
 def test_products_are_divided_for_any_number_of_multiprocessors(num_sms: int) -> None:
-    """No block takes more than 256 rows of a weight, and those of one wave take all, as far as that goes."""
+    """No block has more than 256 rows of a weight, and one wave of blocks has all rows if this limit allows it."""
     from minisgl.kernel.small_batch_gemm import _kind
 
     for width, size, gate in [(4096, 1024, None), (7168, 5120, None), (5120, 17408, None), (34816, 5120, "silu")]:
@@ -169,7 +169,7 @@ def test_products_of_a_row_are_divided_as_measured_on_an_h200(width: int, size: 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("rows", [1, 9, 17, 65])
 def test_outliers_are_normed_before_they_are_multiplied(ops: Ops, dtype: torch.dtype, rows: int) -> None:
-    """Some models have states of thousands in a first token: times the norm's weight they are beyond float16."""
+    """Some models have states of several thousand in the first token; times the norm's weight they overflow float16."""
     x = torch.randn(rows, 1024, device="cuda").to(dtype)
     x[0, 7] = 15_000
     weight = (torch.randn(4096, 1024, device="cuda") / 32).to(dtype)
@@ -238,7 +238,7 @@ def test_decode_inputs_and_embedding(ops: Ops) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 255, 257, 1000])
 def test_tokens_are_read_after_the_kernels_that_write_them(count: int) -> None:
-    """Pinned memory has them when the stream has come so far, and nothing beside them."""
+    """Pinned memory has the tokens once the stream has executed the copy, and nothing else is written."""
     from minisgl.engine.queue import token_copier
 
     memory = torch.full((1024,), -1, dtype=torch.int32, pin_memory=True)

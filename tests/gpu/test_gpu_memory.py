@@ -62,7 +62,7 @@ def test_a_closed_llm_gives_its_memory_back_though_its_name_is_kept(folder: Path
 
 
 def refusal(folder: Path, **options: object) -> str:
-    """Why an LLM does not start. Nothing of it stays: an exception's traceback would keep its weights."""
+    """Return the error of an LLM that does not start, without its traceback, which would keep the weights in memory."""
     text = ""
     try:
         LLM(str(folder), device="cuda", use_dummy_weight=True, **options).close()
@@ -100,7 +100,7 @@ def test_a_chunk_too_large(folder: Path) -> None:
 
 
 def take_free_memory(leave: int) -> list[torch.Tensor]:
-    """Occupy the GPU but for about `leave` bytes."""
+    """Occupy the GPU's memory except for about `leave` bytes."""
     torch.cuda.empty_cache()
     ballast: list[torch.Tensor] = []
     for size in (1 << 30, 32 << 20):

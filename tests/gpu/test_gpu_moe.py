@@ -103,7 +103,7 @@ def test_other_routings(ops: Ops, dtype: torch.dtype, float32_router: bool, rout
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_every_tiling(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each size of tile, those of other GPUs and numbers of tokens too, with tails of K and of the outputs."""
+    """All tilings, also those for other GPUs and numbers of tokens, with remainders of K and of the outputs."""
     from minisgl.kernel import cuda_moe
     from minisgl.kernel.compile import Compiler
     from minisgl.kernel.cuda_routing import CudaRouting
@@ -131,7 +131,7 @@ def test_every_tiling(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> No
 def test_biases_and_clamped_swiglu(
     ops: Ops, dtype: torch.dtype, experts: int, top_k: int, hidden: int, intermediate: int
 ) -> None:
-    """gpt-oss's experts; on the ranks but the first the second bias is missing."""
+    """As in gpt-oss; all ranks except the first have no second bias."""
     w13_bias, w2_bias = (torch.randn(experts, width, device="cuda").to(dtype) for width in (2 * intermediate, hidden))
     activation = ClampedSwiGLU(1.702, 1.5)  # a limit so low that many values are clamped
     mixture = make_mixture(
@@ -155,7 +155,7 @@ def test_biases_and_clamped_swiglu(
 def test_a_shared_expert_among_the_others(
     ops: Ops, dtype: torch.dtype, norm_dtype: torch.dtype | str | None, kind: str
 ) -> None:
-    """The block that every token goes to, in one part or two, with a gate whose logit the router's launch makes."""
+    """The shared expert counts as one or two routed experts; the router's launch computes its gate's logit."""
     parts, weighed = (2, False) if kind == "deepseek-v2" else (1, kind.startswith("qwen"))
     count = 512 if kind == "qwen3-next" else 64  # the gate's logit is one more
     routing = Routing(6, renormalize=weighed)

@@ -1,4 +1,4 @@
-"""Vectors of embedding models and rerankers on a GPU, beside transformers' of the same weights in float32."""
+"""Vectors of embedding models and rerankers on a GPU, against transformers with the same weights in float32."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("dtype", "cosine"), [("bfloat16", 0.9999), ("float16", 0.99999), ("float32", 0.999999)])
 def test_embeddings(embedder: Path, dtype: str, cosine: float) -> None:
-    """Whole, in chunks beside one another, and from the prefix cache."""
+    """Prompts are computed whole, in chunks of one batch, and from the prefix cache."""
     reference = Reference(embedder, "Model")
     ids = [reference.ids(text) for text in PROMPTS]
     assert max(map(len, ids)) > 500

@@ -118,7 +118,7 @@ def test_sums_of_x_are_subtracted_exactly(ops: Ops, form: LevelFormat, dtype: to
 
 @pytest.mark.parametrize("form", [LevelFormat("int4", 128, True), INT4_FORMAT, LevelFormat("fp8")], ids=str)
 def test_a_lone_row_by_other_tilings(ops: Ops, form: LevelFormat) -> None:
-    """Tiles that end beyond the weight, several tiles of a block, clusters, and warps without columns."""
+    """Tiles that reach over the weight's end, several tiles per block, clusters, and warps without columns."""
     from minisgl.kernel.compile import Compiler
     from minisgl.kernel.quantized_gemm import QuantizedGemm
 
@@ -157,7 +157,7 @@ def test_columns_in_another_order(ops: Ops) -> None:
 
 @pytest.mark.parametrize(("group", "x_scale"), [(0, 0.0), (128, 0.0), (0, 0.0062)])
 def test_products_in_fp8_multiply_what_x_is_rounded_to(ops: Ops, group: int, x_scale: float) -> None:
-    """At every batch size x is rounded to the same numbers, those of plain torch; by a static scale some saturate."""
+    """At every batch size x is rounded to the same values as in torch; with a static scale some values saturate."""
     torch.manual_seed(0)
     reference, form = TorchOps(), LevelFormat("fp8", group, rounds_x=True, x_scale=x_scale)
     kernels: Any = ops
@@ -190,7 +190,7 @@ def test_products_in_fp8_multiply_what_x_is_rounded_to(ops: Ops, group: int, x_s
     ids=["odd", "4 splits", "3 splits", "2 splits", "waves"],
 )
 def test_products_of_a_persistent_grid(ops: Ops, rows: int, width: int, size: int) -> None:
-    """Whole and divided tiles, of which the last may have rows of x or of the weight that are not there."""
+    """Tiles are whole or divided along K; the last one may reach over the end of x or of the weight."""
     from minisgl.kernel.fp8_gemm import fp8_matrix
 
     torch.manual_seed(0)
@@ -335,7 +335,7 @@ def test_rounded_weights_answer_as_their_values(
     label: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Alone, in a batch and in long prompts, by the logits of transformers with the rounded weights."""
+    """Single, batched and long prompts are judged by the logits of transformers with the rounded weights."""
     from transformers import AutoModelForCausalLM
 
     rng, params = random.Random(0), SamplingParams(max_tokens=32, ignore_eos=True)
@@ -378,6 +378,6 @@ def test_memory_is_that_of_the_quantized_weights(folder: Path) -> None:
             model = llm._engine._runner.model
             matrices = sum(weight.numel() for name, weight in model.named_parameters() if name.endswith("_proj.weight"))
             torch._C._cuda_clearCublasWorkspaces()  # 32 MiB each, which only cuBLAS needs
-            # Not `memory_allocated`, to which the allocator adds up to 1 MiB of what a segment has left.
+            # Not `memory_allocated`: the allocator adds up to 1 MiB of the rest of a segment to it.
             used[method] = torch.cuda.memory_stats()["requested_bytes.all.current"]
     assert used["auto"] - used["fp8"] == pytest.approx(matrices, rel=0.02)

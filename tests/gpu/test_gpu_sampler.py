@@ -74,7 +74,7 @@ def test_kernels_choose_as_torch(sampler: Sampler, dtype: torch.dtype, vocab: in
     reference = TorchSampler().sample(logits, slots, states[1], PLAIN)
     greedy = states[0].temperature[slots] == 0
     assert torch.equal(ours[greedy], reference[greedy])
-    # A draw within rounding of a boundary of the cumulative sum may fall on its other side.
+    # A draw within rounding of a boundary of the cumulative sum may choose the token on the other side.
     assert (ours != reference).float().mean() < 0.02
     assert torch.equal(states[0].lengths, states[1].lengths)
     assert torch.equal(states[0].tokens[slots, states[0].lengths[slots].long() - 1].long(), ours)
@@ -156,7 +156,7 @@ def kept_tokens(sampler: Sampler, row: list[float], top_p: float, min_p: float) 
 @pytest.mark.parametrize("copies", [1, 256])  # few tokens are compared with each other, many go through histograms
 @pytest.mark.parametrize("nearest", [1, 2, 3])
 def test_top_p_stops_at_the_token_that_reaches_it(sampler: Sampler, copies: int, nearest: int) -> None:
-    """Four logits so near to each other that each weighs 1; `nearest` of them are the nearest all the same."""
+    """Four logits are so close that each weighs 1; still, `nearest` of them are distinguished as the largest."""
     row = [0.0] * nearest * copies + [-(2.0**-27)] * (4 - nearest) * copies
     assert kept_tokens(sampler, row, nearest / 4, 0.0) == list(range(nearest * copies))
     assert kept_tokens(sampler, row, nearest / 4 + 1e-5, 0.0) == list(range(4 * copies))
@@ -242,7 +242,7 @@ def test_masked_ids_are_never_chosen(sampler: Sampler, dtype: torch.dtype, vocab
 
 
 def asking_state(rows: int, vocab: int) -> SlotState:
-    """Slots with known tokens, every third of which asks for nothing, the others for a random mixture."""
+    """Return slots with known tokens; every third has no parameters, the others a random mixture."""
     rng = random.Random(0)
     device = torch.device("cuda", 0)
     state = SlotState(num_slots=rows, max_seq_len=600, page_size=16, scratch_page=0, device=device)
@@ -311,7 +311,7 @@ def test_processed_rows_are_sampled_as_in_torch(sampler: Sampler) -> None:
 
 
 def test_rows_do_not_notice_processed_company(sampler: Sampler) -> None:
-    """Rows that ask for nothing get the same tokens in a step that is processed for others."""
+    """Rows without parameters get the same tokens in a step that processes the logits of other rows."""
     rows, vocab = 200, 20000
     logits = (torch.randn(rows, vocab, device="cuda") * 3).to(torch.bfloat16)
     slots = torch.arange(rows, device="cuda")

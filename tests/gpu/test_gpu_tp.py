@@ -37,7 +37,7 @@ ROW = 5120  # values of a row of states
 
 
 def run_rank(rank: int, folder: Path) -> None:
-    """All that the test of two ranks asks of one, which saves what it got."""
+    """Run one rank's part of the two-rank test, and save its results."""
     from minisgl.kernel.cuda_ops import CudaOps
 
     device = torch.device("cuda", rank)

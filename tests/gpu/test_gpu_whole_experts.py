@@ -1,4 +1,4 @@
-"""Kernels of a mixture of which a rank holds some experts whole: its part of the sum, whatever is sent to it."""
+"""Expert parallelism: a rank has some experts as a whole, and computes its part of the sum for any routing."""
 
 from __future__ import annotations
 

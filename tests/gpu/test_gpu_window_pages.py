@@ -1,7 +1,7 @@
 """Freeing pages before a window on a GPU changes no log probability against an engine that keeps all pages.
 
-Random weights at true shapes, in 16 bits, prompts in chunks and answers from captured graphs. Both engines run the same
-batches, so what a kernel read of a page that is another's by now would show.
+Weights are random, with real shapes, in 16 bits; prompts run in chunks, answers in captured graphs. Both engines run
+the same batches, so the test would show if a kernel read a page that by now belongs to another request.
 """
 
 from __future__ import annotations

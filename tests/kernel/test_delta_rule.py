@@ -13,7 +13,7 @@ from support.delta_net import by_the_book, make_layer, projection
 
 @pytest.mark.parametrize("query_lens", [[1, 1, 1], [5, 1, 9, 1], [130, 3, 64, 2], [17]], ids=str)
 def test_rows_in_chunks_and_steps_are_the_recurrence(query_lens: list[int]) -> None:
-    """Rows that begin and rows that go on, in slots out of order; all others keep what they hold."""
+    """New and continued rows, in slots out of order; all other slots keep their state."""
     torch.manual_seed(sum(query_lens))
     layer = make_layer(2, 6, 8, 12, slots=7, dtype=torch.float32, device="cpu")
     want, slots = layer.copy(), [5, 0, 3, 6][: len(query_lens)]
@@ -42,7 +42,7 @@ def test_rows_in_chunks_and_steps_are_the_recurrence(query_lens: list[int]) -> N
 
 
 def test_layout_of_the_example() -> None:
-    """Rows of 5, 1 and 20 tokens, in chunks of 32: the longest comes first."""
+    """Rows of 5, 1 and 20 tokens in chunks of 32: the longest row comes first."""
     lens = np.array([5, 1, 20], dtype=np.int32)
     rows = recurrent_rows(lens, torch.tensor([7, 8, 9]), torch.arange(26), 3, torch.from_numpy)
     assert rows.single is not None
@@ -58,7 +58,7 @@ def test_layout_of_the_example() -> None:
 
 
 def test_layout_of_lengths_on_the_device() -> None:
-    """Rows of 130, 1, 64 and 2 tokens, one without any, and one of padding: the chunks beyond theirs are of no row."""
+    """Rows of 130, 1, 64, 2 and 0 tokens, and a padding row: the chunks after theirs belong to no row."""
     lens = np.array([130, 1, 64, 2, 0, 11], dtype=np.int32)
     starts = torch.tensor([0, *np.cumsum(lens)], dtype=torch.int32)
     rows = captured_rows(starts, torch.arange(6) + 7, torch.arange(208) + 1000)

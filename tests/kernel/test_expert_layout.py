@@ -1,4 +1,4 @@
-"""Experts packed for csrc/quantized_moe.cu: every lane finds what csrc/quantized.cuh says, and decodes to the value."""
+"""Experts packed for csrc/quantized_moe.cu: every lane reads and decodes the values that csrc/quantized.cuh says."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def random_levels(form: LevelFormat, width: int, size: int, generator: torch.Gen
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 def test_lanes_find_their_values(form: LevelFormat, gated: bool) -> None:
-    """Rows end inside a tile; those of groups of 32 columns end inside a chunk."""
+    """Rows end inside a tile; with groups of 32 columns, the columns end inside a chunk."""
     generator = torch.Generator().manual_seed(0)
     width, size = 144, 96 if form.group == 32 else 128
     packed = PackedExperts.empty(form, (2, width, size), torch.bfloat16, CPU, gated=gated)
@@ -69,7 +69,7 @@ def test_scales_without_room_are_refused() -> None:
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 def test_blocks_find_room_on_a_multiprocessor(form: LevelFormat) -> None:
-    """Hopper's has 228 KiB of shared memory, of which a block takes 1 KiB besides what it asks for."""
+    """Hopper has 228 KiB of shared memory per SM, and a block takes 1 KiB more than it requests."""
     for tiling in quantized_moe.tilings(form):
         assert tiling.blocks * (tiling.shared_bytes(form) + 2048) <= 228 << 10
         assert tiling.blocks * tiling.threads <= 2048

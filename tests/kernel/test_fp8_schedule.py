@@ -1,4 +1,4 @@
-"""Schedules of FP8 products: every line of a tile is some cluster's, and torch multiplies where it is faster."""
+"""Schedules of FP8 GEMMs: every line of a tile belongs to one cluster, and torch is used where it is faster."""
 
 from __future__ import annotations
 

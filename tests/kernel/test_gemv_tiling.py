@@ -1,4 +1,4 @@
-"""Tilings of a lone row's products: each block has a multiprocessor to itself, and about as much to do as others."""
+"""Tilings of GEMVs: each block has a multiprocessor to itself, and all blocks have about the same work."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_whole_slices() -> None:
 
 @pytest.mark.parametrize(("kind", "group"), [("int4", 128), ("fp8", 0)])
 def test_all_multiprocessors_are_busy(kind: Kind, group: int) -> None:
-    """No multiprocessor reads more than a quarter above its share, of wide weights more than 10%."""
+    """No multiprocessor reads more than 25% above the mean, for wide weights 10%."""
     for width, size in (*SHAPES[:4], (10240, 5120), (5120, 8192), (51200, 5120), (5120, 25600)):
         tiling = choose_gemv_tiling(kind, width, size, group, 132)
         assert tiling is not None

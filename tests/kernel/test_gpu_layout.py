@@ -1,4 +1,4 @@
-"""Weights packed for csrc/: every lane finds what csrc/quantized.cuh says that it does, and decodes to the value."""
+"""Weights packed for csrc/: every lane reads the values that csrc/quantized.cuh says, and decodes them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def packed_bytes(kind: Kind, width: int, size: int, group: int) -> int:
 
 
 def random_levels(kind: Kind, width: int, size: int, group: int) -> Levels:
-    """Random codes of all finite values; group 0: one scale for a row."""
+    """Return random codes of all finite values; group 0: one scale per row."""
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 16 if kind == "int4" else 256, (width, size), dtype=torch.uint8, generator=generator)
     if kind == "fp8":
@@ -32,7 +32,7 @@ def random_levels(kind: Kind, width: int, size: int, group: int) -> Levels:
 
 
 def decoded(word: int, kind: Kind, at: int, dtype: torch.dtype) -> list[float]:
-    """Values of T `at` = 0, 1, ... of a word as `decode` makes them, without the zero point of integers."""
+    """Return the two values that `decode` makes of a word for index `at`; integers still include the zero point."""
     if kind == "int4":
         return [float(word >> (4 * at + 16 * half) & 15) for half in (0, 1)]
     if kind == "int8":

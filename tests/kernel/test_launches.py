@@ -1,4 +1,4 @@
-"""Launches of csrc/'s kernels: typed by their declarations, and made by every wrapper with tensors of the CPU."""
+"""Launches of csrc/'s kernels: every wrapper is called with CPU tensors, and its launches match the declarations."""
 
 from __future__ import annotations
 
@@ -543,13 +543,13 @@ def run_collectives(dtype: torch.dtype) -> None:
 
 
 def test_kernels_wait_before_they_return() -> None:
-    """A grid that ends before its predecessor tells its successor that all is written (common.cuh)."""
-    # Some block of decode_attention has work in any step; `received` returns when a rank has failed.
+    """A grid that ended before its predecessor would tell its successor too early that all is written (common.cuh)."""
+    # In any step some block of decode_attention has work. `received` returns early only when a rank has failed.
     assert returns_early() == {"decode_attention", "received"}
 
 
 def test_files_whose_headers_wait_say_so_themselves() -> None:
-    """`Compiler` looks into the file alone: by a wait in a header its kernels would begin 3 us late."""
+    """`Compiler` searches only the file itself: with the wait in a header, its kernels would begin 3 us late."""
     waits = "wait_for_predecessor()"
     sources = {path.name: path.read_text() for path in CSRC.iterdir()}
 

@@ -1,4 +1,4 @@
-"""Tilings of products with quantized weights: blocks fit a multiprocessor, and their parts are whole."""
+"""Tilings of GEMMs with quantized weights: blocks fit on a multiprocessor, and all divisions leave no remainder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check(tiling: Tiling, stage: int, rows: int, size: int) -> None:
 
 
 def registers(tiling: Tiling) -> int:
-    """Registers that a multiplying thread may have; four warps at a time get them."""
+    """Return the registers that a consumer thread may have; they are allocated for four warps at a time."""
     if tiling.producers == 128:
         return 160
     warps = -(-tiling.threads // 32 * tiling.blocks // 4) * 4
@@ -79,7 +79,7 @@ def test_a_ring_before_attention_leaves_it_an_L1_cache() -> None:
 
 
 def test_weights_of_few_rows_are_asked_for_little_by_little() -> None:
-    """By a producer of their own, which products of many rows have where a block is alone on a multiprocessor."""
+    """A separate producer does so. With many rows it exists only if an SM has a single block."""
     for width, size in SHAPES:
         for count in ROWS:
             for tiling in (
@@ -91,7 +91,7 @@ def test_weights_of_few_rows_are_asked_for_little_by_little() -> None:
 
 @pytest.mark.parametrize(("rows", "max_rows"), [(64, 64), (128, 128), (256, 128)])
 def test_many_rows_use_all_multiprocessors(rows: int, max_rows: int) -> None:
-    """A block takes as many rows of a wide weight as keep its tensor cores busy, in whole rounds of blocks."""
+    """A block has enough rows of a wide weight to keep its tensor cores busy, and the blocks fill whole waves."""
     tiling = choose_quantized_tiling("fp8", rows, 24576, 4096, 0, 132)
     assert (tiling.max_rows, tiling.warpgroups, tiling.split) == (max_rows, 3, 1)
     assert 0.9 < tiling.tiles(rows, 24576) / 132 / -(-rows // max_rows) <= 1
@@ -105,13 +105,13 @@ def test_warpgroups_divide_the_columns_of_a_narrow_weight(shape: tuple[int, int]
 
 
 def test_a_last_wave_is_not_nearly_empty() -> None:
-    """Gate and up at 64 rows: 14B's are 1.4 waves of undivided blocks and 2.7 of halves, 8B's are just one wave."""
+    """Gate-up products of 64 rows: for 14B 1.4 waves without split-K and 2.7 with two splits; for 8B one wave."""
     assert choose_fp8_tiling(64, 34816, 5120, 128, 132).split == 2
     assert choose_fp8_tiling(64, 24576, 4096, 128, 132).split == 1
 
 
 def test_few_rows_read_the_weight_evenly() -> None:
-    """A narrow weight's columns are divided until a block a multiprocessor has its ring; of a wide one three fit."""
+    """K of a narrow weight is split until every SM has a block; with a wide weight, three blocks fit on an SM."""
     for divide in (
         lambda *shape: choose_fp8_tiling(1, *shape, 0, 132),
         lambda *shape: choose_quantized_tiling("fp8", 1, *shape, 0, 132),
@@ -123,7 +123,7 @@ def test_few_rows_read_the_weight_evenly() -> None:
 
 @pytest.mark.parametrize(("rows", "group"), [(1, 32), (8, 128), (16, 128)])
 def test_few_rows_read_int4_by_the_fastest_blocks(rows: int, group: int) -> None:
-    """Three blocks a multiprocessor, of a narrow weight in clusters of four, but two where clusters leave no place."""
+    """There are three blocks per SM, for a narrow weight in clusters of four, or two where clusters do not fit."""
     shapes = {(24576, 4096): (1, 3), (4096, 4096): (4, 3), (4096, 12288): (4, 3), (6144, 4096): (2, 2)}
     for (width, size), (split, blocks) in shapes.items():
         tiling = choose_quantized_tiling("int4", rows, width, size, group, 132)

@@ -66,8 +66,9 @@ NO_BIASES = ExpertBiases()
 
 
 class SharedExpert(NamedTuple):
-    """Gated block that every token goes to besides its experts, as large as n of them: w13 [2 * n * I, H] with the gate
-    first, w2 [H, n * I].
+    """Shared expert, which every token takes in addition to its routed experts; it has the size of n routed ones.
+
+    w13 is [2 * n * I, H] with the gate first, w2 [H, n * I].
 
     `weighed`: its output is multiplied by the sigmoid of a logit, which follows the experts' logits.
     """
