@@ -1,5 +1,5 @@
-// activation(gate) * up over rows of I values, which is a multiple of VEC; `parts` blocks work on a row. -DSIGMOID=1:
-// the activation is a sigmoid.
+// out = activation(gate) * up, element by element over rows of I values, all T. I is a multiple of VEC; `parts` blocks
+// share a row. -DSIGMOID=1: the activation is a sigmoid.
 #include "common.cuh"
 
 extern "C" __global__ void activate_and_mul(

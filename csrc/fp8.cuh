@@ -10,7 +10,7 @@
 struct e4m3 { unsigned char bits; };
 using C = CACHE;
 
-// The lower or the upper two of four e4m3 values as two f16, which have all of their values.
+// Convert the lower or the upper two of four e4m3 values to two f16. f16 can represent every e4m3 value.
 __device__ __forceinline__ unsigned upcast(unsigned four, bool upper) {
   unsigned two;
   if (upper)
@@ -22,7 +22,7 @@ __device__ __forceinline__ unsigned upcast(unsigned four, bool upper) {
 
 __device__ __forceinline__ float to_float(e4m3 x) { return to_float(f16{(unsigned short)upcast(x.bits, false)}); }
 
-// The nearest e4m3 value; magnitudes beyond 448 become 448.
+// Round to the nearest e4m3 value; magnitudes above 448 saturate at 448.
 template <> __device__ __forceinline__ e4m3 from_float<e4m3>(float x) {
   unsigned short pair;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.f), "f"(x));

@@ -1,5 +1,5 @@
-// multiply_add (multiply_add.cuh) of e4m3 values that lie in shared memory: the matrix descriptors of a [64, 32] and
-// b [RIGHT_ROWS, 32].
+// multiply_add (multiply_add.cuh) for e4m3 operands in shared memory. Both are passed as matrix descriptors: a [64, 32]
+// and b [RIGHT_ROWS, 32].
 #pragma once
 
 using Left = unsigned long long;

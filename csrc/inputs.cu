@@ -1,4 +1,4 @@
-// Inputs of a decode step, gathered on the device from the rows' slots: the host sends nothing else.
+// Inputs of a decode step, gathered on the device from the tables of all slots: the host sends only the rows' slots.
 #include "common.cuh"
 
 // Gather, for each row by one block: the newest token of the row's slot, its position, its place in the KV pool, the

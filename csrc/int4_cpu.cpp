@@ -1,9 +1,11 @@
-// Products of up to four rows with weights of 4 bits on a CPU with AVX512-BF16, norm, gate and residual included.
+// GEMM of up to four rows with a 4-bit weight on a CPU with AVX512-BF16: y = x @ weight^T, including norm, gate and
+// residual. x and y are bfloat16, sums are float32.
 //
-// A weight is cut into tiles of 16 outputs, a lane each, and these into groups of 32 columns with a scale and an offset
-// for each output: value = (code - 8) * scale + offset. A group's codes are four vectors of 32 words; in vector v, the
-// nibble n of the words 2 j and 2 j + 1 are the codes of output j in the columns 2 (4 v + n) and 2 (4 v + n) + 1, which
-// one instruction multiplies with two numbers of x and adds in float32 (`kernel/cpu_int4.py` packs them so).
+// A weight is cut into tiles of 16 outputs, one per SIMD lane, and a tile into groups of 32 columns. A group has a
+// scale and an offset for each output: value = (code - 8) * scale + offset. A group's codes are four vectors of 32
+// words. In vector v, nibble n of the words 2 j and 2 j + 1 are the codes of output j in columns 2 (4 v + n) and 2 (4 v
+// + n) + 1. One instruction multiplies such a pair with two values of x and adds the products in float32.
+// `kernel/cpu_int4.py` packs the codes.
 
 #include <immintrin.h>
 
@@ -18,7 +20,7 @@ using bfloat16 = uint16_t;  // its bits
 constexpr int kOutputs = 16;  // outputs per tile
 constexpr int kGroup = 32;    // columns of a scale
 constexpr int kTileBytes = kOutputs * kGroup / 2;
-constexpr int kAhead = 4096;  // bytes: codes are asked of memory so early, earlier than the CPU does by itself
+constexpr int kAhead = 4096;  // bytes: prefetch distance of codes, longer than the CPU's own prefetcher's
 
 struct Weight {
   const uint8_t* codes;     // [tiles, groups, 4, 64]
@@ -36,7 +38,7 @@ void store(bfloat16* y, __m512 x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(y), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
 }
 
-// 2^(x log2(e)): a power of two times a polynomial of what is left, which is between -1/2 and 1/2.
+// exp(x) = 2^(x log2(e)): a power of two times a polynomial of the remaining exponent, which is between -1/2 and 1/2.
 __m512 exponential(__m512 x) {
   const __m512 power = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
   const __m512 whole = _mm512_roundscale_ps(power, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -52,7 +54,7 @@ __m512 silu(__m512 x) {
   return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), minus));
 }
 
-// Rows of x as the products read them: two numbers a word, and the sum of each group.
+// Rows of x in the layout of the products: two values per word, and the sum of each group.
 struct Rows {
   std::vector<uint32_t> pairs;  // [rows, groups, 16]
   std::vector<float> sums;      // [rows, groups]

@@ -1,5 +1,5 @@
-// multiply_add (multiply_add.cuh) of 16-bit values: a [64, 16] in registers, laid out like a left operand of `mma`, and
-// b [RIGHT_ROWS, 16] in shared memory.
+// multiply_add (multiply_add.cuh) for 16-bit operands: a [64, 16] in registers, in the layout of a left operand of
+// `mma`, and b [RIGHT_ROWS, 16] in shared memory, passed as a matrix descriptor.
 #pragma once
 #include "hopper.cuh"
 

@@ -1,5 +1,5 @@
-// multiply_add(c, a, b): c [64, RIGHT_ROWS] = a @ b^T, plus c if ADD, by one wgmma for each 128, 64, 32, 16 or 8
-// columns of c, which lie in the registers of a warpgroup: 16 rows for each warp, laid out as by `mma` (mma.cuh).
+// multiply_add(c, a, b): c [64, RIGHT_ROWS] = a @ b^T, plus c if ADD. It issues one wgmma for each 128, 64, 32, 16 or 8
+// columns of c. c is in the registers of a warpgroup, 16 rows per warp, in the layout of `mma` (mma.cuh).
 //
 // The file that includes this defines the left operand a (Left: its type; LEFT: its text in the instruction;
 // LEFT_INPUTS: its asm inputs) and the instruction (INSTRUCTION of n columns; MODIFIERS). b is the matrix descriptor of

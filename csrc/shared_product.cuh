@@ -1,5 +1,5 @@
-// multiply_add (multiply_add.cuh) of 16-bit values that lie in shared memory: the matrix descriptors of a [64, 16] and
-// b [RIGHT_ROWS, 16].
+// multiply_add (multiply_add.cuh) for 16-bit operands in shared memory. Both are passed as matrix descriptors: a [64,
+// 16] and b [RIGHT_ROWS, 16].
 #pragma once
 
 using Left = unsigned long long;
