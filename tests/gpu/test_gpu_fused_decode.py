@@ -177,7 +177,7 @@ def test_fused_decode(
 def test_queries_of_a_layer_that_shares_kv(
     lengths: list[int], window: int | None, heads: int, kv_heads: int, head_dim: int, fp8_kv: bool
 ) -> None:
-    """As in Gemma 4, the new token is already in the pages, and nothing is stored."""
+    """The new token is already in the pages, as in Gemma 4, and nothing is stored."""
     spec = AttentionSpec(heads, kv_heads, head_dim, 64, BF16, fp8_kv=fp8_kv, scale=1 / 16, stores_kv=False)
     compare(make_step(spec, lengths), window)
 
@@ -190,7 +190,7 @@ def test_norm_of_v(head_dim: int) -> None:
 
 @pytest.mark.parametrize("head_dim", [128, 256, 512])
 def test_norms_in_float32_and_another_scale(head_dim: int) -> None:
-    """As in Gemma, the scale does not follow from the head size, and the norms' weights are wider than q and k."""
+    """The scale, as in Gemma, does not follow from the head size, and the norms' weights are wider than q and k."""
     spec = AttentionSpec(32, 16, head_dim, 64, BF16, scale=168**-0.5, norm_dtype=torch.float32)
     compare(make_step(spec, [640, 7, 9000]), None)
 

@@ -131,7 +131,7 @@ def test_every_tiling(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> No
 def test_biases_and_clamped_swiglu(
     ops: Ops, dtype: torch.dtype, experts: int, top_k: int, hidden: int, intermediate: int
 ) -> None:
-    """As in gpt-oss; all ranks except the first have no second bias."""
+    """All ranks except the first have no second bias, as in gpt-oss."""
     w13_bias, w2_bias = (torch.randn(experts, width, device="cuda").to(dtype) for width in (2 * intermediate, hidden))
     activation = ClampedSwiGLU(1.702, 1.5)  # a limit so low that many values are clamped
     mixture = make_mixture(
