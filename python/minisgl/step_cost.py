@@ -22,26 +22,26 @@ class StepCost:
 
     prefill_token: float  # for each token of a chunk; above 0
     prefill_context: float = 0.0  # for each token of a chunk and each token that it attends to
-    decode_row: float = 0.0  # for each decode beside chunks
+    decode_row: float = 0.0  # for each decode in a step with chunks
     decode_context: float = 0.0  # for each token that a decode attends to
     fixed: float = 0.0  # for each step with chunks
     alone_row: float = 0.0  # for each decode of a step without chunks
     alone_fixed: float = math.inf  # for each step without chunks; infinite where it was not measured
 
     def prefill(self, start_pos: int, length: int) -> float:
-        """Return the seconds of a chunk of `length` tokens behind `start_pos` others, without the fixed part."""
+        """Return the seconds of a chunk of `length` tokens after `start_pos` others, without the fixed part."""
         return length * (self.prefill_token + self.prefill_context * (start_pos + length / 2))
 
     def decodes(self, start_pos: Int32Array) -> float:
-        """Return the seconds of decodes beside chunks, behind so many tokens, [rows], without the fixed part."""
+        """Return the seconds of decodes at positions [rows] in a step with chunks, without the fixed part."""
         return len(start_pos) * self.decode_row + float(start_pos.sum()) * self.decode_context
 
     def decodes_alone(self, start_pos: Int32Array) -> float:
-        """Return the seconds of a step without chunks, of decodes behind so many tokens, [rows]."""
+        """Return the seconds of a whole step of decodes alone, at positions [rows]."""
         return self.alone_fixed + len(start_pos) * self.alone_row + float(start_pos.sum()) * self.decode_context
 
     def chunk_within(self, seconds: float, start_pos: int) -> int:
-        """Return the tokens of the longest chunk behind `start_pos` others that takes at most `seconds`."""
+        """Return the tokens of the longest chunk after `start_pos` others that takes at most `seconds`."""
         if seconds <= 0:
             return 0
         linear = self.prefill_token + self.prefill_context * start_pos
@@ -86,7 +86,7 @@ class LearnedCost:
         return self._with_chunks.value
 
     def decodes_alone(self, start_pos: Int32Array) -> float:
-        """Return the seconds of a step of decodes alone, behind so many tokens, [rows]."""
+        """Return the corrected seconds of a step of decodes alone, at positions [rows]."""
         return self._alone.value * self.model.decodes_alone(start_pos)
 
     def saved_by_turns(self, decodes: int, chunks: float) -> float:

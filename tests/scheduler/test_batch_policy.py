@@ -100,7 +100,7 @@ def random_chunks(rng: random.Random) -> tuple[Chunks, StepCost, float, list[tup
     return chunks, unit, room, prompts
 
 
-def test_chunks_share_a_room() -> None:
+def test_chunks_share_a_budget() -> None:
     """Chunks stay within their budget, long prompts progress, and short ones need not wait for them."""
     rng = random.Random(5)
     seen_heads = 0

@@ -19,7 +19,7 @@ from minisgl.step_cost import StepCost
 SMALL_CHUNK, LARGE_CHUNK = 256, 2048  # tokens between which a prompt's seconds are a line
 LONG_CONTEXT = 8192  # tokens before a chunk
 DECODES, DECODE_CONTEXT = 32, 2048  # rows, tokens before each
-MANY_DECODES, MANY_CONTEXT = 256, 1024  # the same, beside a chunk
+MANY_DECODES, MANY_CONTEXT = 256, 1024  # rows, tokens before each, in a step with a chunk
 MIXED_TOKENS = 1024  # of a step with many decodes and a chunk
 RUNS = 3  # of each step; the fastest counts
 
@@ -56,7 +56,7 @@ def measure(
 ) -> StepCost | None:
     """Return the coefficients from some steps, None if the engine is too small for them.
 
-    `seconds_of` returns the device's seconds for steps that are launched one behind the other. `num_window_pages`: of a
+    `seconds_of` returns the device's seconds for steps that are launched one after another. `num_window_pages`: of a
     windowed group, if there is one.
     """
     pools = (num_pages,) if num_window_pages is None else (num_pages, num_window_pages)
@@ -74,9 +74,9 @@ def measure(
 
     large = min(LARGE_CHUNK, max_prefill_tokens, max_seq_len - 1)
     small = min(SMALL_CHUNK, large // 2)
-    behind = min(LONG_CONTEXT, max_seq_len - 1 - small)
+    chunk_context = min(LONG_CONTEXT, max_seq_len - 1 - small)
     rows, context = min(DECODES, num_slots), min(DECODE_CONTEXT, max_seq_len - 2)
-    if small < 2 or behind < 1 or context < 2:
+    if small < 2 or chunk_context < 1 or context < 2:
         return None
     many, many_context = min(MANY_DECODES, num_slots - 1), min(MANY_CONTEXT, max_seq_len - 2)
     mixed_tokens = min(MIXED_TOKENS, large)
@@ -84,16 +84,16 @@ def measure(
     # to launch a step than the device to run it.
     series: list[tuple[Batch, ...]] = [
         (plan(1, 0, large), plan(1, 0, small), plan(rows, 1, 1)),
-        (plan(1, 0, large), plan(1, behind, small), plan(rows, context, 1)),
+        (plan(1, 0, large), plan(1, chunk_context, small), plan(rows, context, 1)),
     ]
     if has_many := many >= 2 * DECODES and mixed_tokens >= 2 * many:
-        beside = plan(many, many_context, 1, chunk=mixed_tokens - many)
-        series.append((plan(1, 0, large), plan(1, 0, mixed_tokens), beside, plan(many, 1, 1)))
+        with_chunk = plan(many, many_context, 1, chunk=mixed_tokens - many)
+        series.append((plan(1, 0, large), plan(1, 0, mixed_tokens), with_chunk, plan(many, 1, 1)))
     # The runs of a kind are spread over rounds, so that a short disturbance does not affect all of them.
     rounds = [[seconds for batches in series for seconds in seconds_of(batches)] for _ in range(RUNS)]
     fastest = list(map(min, zip(*rounds, strict=True)))
     first, short_prompt, decodes, second, later_chunk, long_decodes = fastest[:6]
-    attended = max((later_chunk - short_prompt) / (small * behind), 0.0)
+    attended = max((later_chunk - short_prompt) / (small * chunk_context), 0.0)
     # Seconds of two lengths of prompts, less their attention: two points of a line.
     short, long = short_prompt - attended * small**2 / 2, min(first, second) - attended * large**2 / 2
     token = max((long - short) / (large - small), NOTHING)
@@ -103,7 +103,7 @@ def measure(
     cost = StepCost(
         prefill_token=token,
         prefill_context=attended,
-        decode_row=token,  # beside a chunk, for which the weights are read anyway
+        decode_row=token,  # with a chunk, for which the weights are read anyway
         decode_context=max((long_decodes - decodes) / (rows * (context - 1)), 0.0),
         fixed=fixed,
     )

@@ -27,7 +27,7 @@ class Chunks:
     """Chunks of prompts that share the budget of a step, which is counted by a cost model.
 
     In order of admission each prompt gets all it needs. The first that does not fit is the head: it gets what is left.
-    Shorter prompts behind it may take up to `lane` of that, the shortest first, so that none waits for a long one;
+    Shorter prompts after it may take up to `lane` of that, the shortest first, so that none waits for a long one;
     and since the head has its share of every step, no flow of short ones can hold it up for ever.
 
     Say a budget of 100 tokens, a lane of a half, and prompts of 20, 500, 300 and 10 tokens: the first gets its 20. Of
@@ -72,7 +72,7 @@ class Chunks:
         return not self.accepts(0, 1)
 
     def add(self, start_pos: int, length: int) -> None:
-        """Add a prompt of `length` remaining tokens behind `start_pos` tokens that have KV."""
+        """Add a prompt of `length` remaining tokens after `start_pos` tokens that have KV."""
         cost = self._cost.prefill(start_pos, length)
         if self._head is None:
             if cost <= self._left:
@@ -188,11 +188,11 @@ class Mixed:
             tokens = max(max_tokens - decodes, 1)
             return _with_prompts(Chunks(TOKENS, tokens, LANE, decodes or None), start_pos, remaining)
         self._takes_turns = self._cost.saved_by_turns(decodes, math.inf) > 0
-        beside = 0 if self._takes_turns else decodes
-        cost, tokens = self._cost.model, max(max_tokens - beside, 1)
+        decodes_in_step = 0 if self._takes_turns else decodes
+        cost, tokens = self._cost.model, max(max_tokens - decodes_in_step, 1)
         budget = self._seconds_for_chunks(self._cost, start_pos[is_decode]) / self._cost.ratio
         budget = min(max(budget, cost.prefill_token), tokens * cost.prefill_token)
-        return _with_prompts(Chunks(cost, budget, LANE, beside), start_pos, remaining)
+        return _with_prompts(Chunks(cost, budget, LANE, decodes_in_step), start_pos, remaining)
 
     def _seconds_for_chunks(self, cost: LearnedCost, start_pos: Int32Array) -> float:
         """Return the seconds that decodes with so many tokens each leave for chunks, in the same step or in turns."""
