@@ -1,7 +1,8 @@
 """Microseconds of an all-reduce by size: our kernels compared with NCCL, each 20 times in a CUDA graph.
 
 The lower bound is the time of the bytes that any all-reduce must send from each GPU, 2 (N - 1) / N of the tensor, at
-NVLink's 450 GB/s.
+NVLink's 450 GB/s. `--algorithms` also times our one-shot and two-shot kernels at every size: where they cross are the
+limits in `minisgl.kernel.all_reduce.PUSH_SIZES`.
 
     python benchmark/all_reduce.py --ranks 2
 """
@@ -22,6 +23,8 @@ from torch import Tensor
 from measuring.arguments import integers
 from measuring.report import table
 from minisgl.distributed.nccl import NcclTP
+from minisgl.kernel.all_reduce import BUFFERS, EMPTY, PushAllReduce, PushSizes, SymmetricMemory
+from minisgl.kernel.compile import Compiler
 
 CALLS = 20  # in a graph
 RUNS = 15
@@ -51,18 +54,31 @@ def microseconds(add_up: Callable[[Tensor], object], x: Tensor) -> float:
     return statistics.median(times)
 
 
-def run_rank(rank: int, ranks: int, sizes: tuple[int, ...], meeting: str) -> None:
+def kernels_of(sizes: PushSizes, tp: NcclTP, device: torch.device) -> PushAllReduce:
+    """Return our kernels with other limits and memory of their own; all ranks call this at the same time."""
+    assert dist.group.WORLD is not None
+    memory = SymmetricMemory(dist.group.WORLD, device, BUFFERS * sizes.buffer_bytes(tp.size))
+    memory.words.fill_(EMPTY)
+    tp.smallest(1)
+    return PushAllReduce(Compiler(device), tp.rank, memory, sizes, timeout_s=20.0)
+
+
+def run_rank(rank: int, ranks: int, sizes: tuple[int, ...], algorithms: bool, meeting: str) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     tp = NcclTP.connect(rank=rank, size=ranks, init_method=meeting, device=device)
+    timed: dict[str, Callable[[Tensor], object]] = {"Minisgl us": tp.all_reduce, "NCCL us": dist.all_reduce}
+    if algorithms:
+        timed["one shot us"] = kernels_of(PushSizes(max(sizes), 0), tp, device)
+        timed["two shots us"] = kernels_of(PushSizes(0, max(sizes)), tp, device)
     rows = []
     for size in sizes:
         x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
         floor = 2 * (ranks - 1) / ranks * size / NVLINK_BYTES
-        rows.append([size, microseconds(tp.all_reduce, x), microseconds(dist.all_reduce, x), floor])
+        rows.append([size, *(microseconds(add_up, x) for add_up in timed.values()), floor])
     tp.check()
     if rank == 0:
-        print(table(["bytes", "Minisgl us", "NCCL us", "floor us"], rows))
+        print(table(["bytes", *timed, "floor us"], rows))
     dist.barrier()
     tp.abort()
 
@@ -71,12 +87,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="GPUs (default: 2)")
     parser.add_argument("--sizes", type=integers, default=SIZES, metavar="SIZES", help="bytes of bfloat16 values")
+    parser.add_argument("--algorithms", action="store_true", help="time one-shot and two-shot at every size too")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         meeting = f"file://{Path(folder) / 'rendezvous'}"
         processes = multiprocessing.get_context("spawn")
         ranks = [
-            processes.Process(target=run_rank, args=(rank, args.ranks, args.sizes, meeting))
+            processes.Process(target=run_rank, args=(rank, args.ranks, args.sizes, args.algorithms, meeting))
             for rank in range(args.ranks)
         ]
         for one in ranks:

@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 # Constants of all_reduce.cu.
 _VECTOR_BYTES = 16
-_BUFFERS = 3
-_EMPTY = -(2**31)
+BUFFERS = 3
+EMPTY = -(2**31)
 _CONTROL_WORDS = 4
 
 _NORM_MAX_ROWS = 256  # most rows that are normed in the same launch; with more, a separate norm is faster
@@ -288,12 +288,12 @@ def connect_push(
     if smallest(why is None):
         sizes = PUSH_SIZES[ranks]
         try:
-            memory = SymmetricMemory(group, device, _BUFFERS * sizes.buffer_bytes(ranks))
+            memory = SymmetricMemory(group, device, BUFFERS * sizes.buffer_bytes(ranks))
         except Exception as error:  # whatever torch, the driver or the container makes of it
             why = f"no symmetric memory: {one_line(error)}"
         if smallest(memory is not None) and memory is not None:
             if smallest(_reaches_all(memory, rank, ranks, smallest)):
-                memory.words.fill_(_EMPTY)
+                memory.words.fill_(EMPTY)
                 smallest(1)
                 return PushAllReduce(Compiler(device), rank, memory, sizes, timeout_s=timeout_s)
             why = "what one GPU writes another does not read"
