@@ -97,6 +97,10 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--memory-ratio", type=float, default=0.9, help="share of the device's memory to use")
     group.add_argument("--tp", type=int, default=1, metavar="N", help="devices that a model is divided among")
     group.add_argument(
+        "--enable-expert-parallel", action="store_true", help="minisgl: each device holds some experts whole"
+    )
+    group.add_argument("--disable-custom-all-reduce", action="store_true", help="minisgl: NCCL for every all-reduce")
+    group.add_argument(
         "--model-impl",
         default="auto",
         choices=get_args(ModelImplementation),
@@ -185,6 +189,8 @@ def engine_options(args: argparse.Namespace, folder: Path, longest: int, rows: i
         max_running_requests=args.max_running,
         memory_ratio=args.memory_ratio,
         tp_size=args.tp,
+        expert_parallel=args.enable_expert_parallel,
+        custom_all_reduce=not args.disable_custom_all_reduce,
         model_impl=args.model_impl,
         page_size=args.page_size,
         num_pages=args.num_pages,
@@ -210,7 +216,7 @@ def run_each_engine(
 ) -> dict[str, dict[str, Any]]:
     """Return results by engine: one alone runs here; several run in a fresh process each, undisturbed.
 
-    `save` gets all results that there are behind each engine. One of several that fails tells why, and has none.
+    `save` gets all results that there are after each engine. One of several that fails tells why, and has none.
     """
     names: Sequence[str] = args.engine
     paths: dict[str, list[str]] = dict(args.engine_path)

@@ -40,6 +40,8 @@ class EngineOptions:
     max_running_requests: int = 256
     memory_ratio: float = 0.9
     tp_size: int = 1  # not transformers
+    expert_parallel: bool = False  # minisgl
+    custom_all_reduce: bool = True  # minisgl
     model_impl: ModelImplementation = "auto"  # minisgl
     page_size: int = DEFAULT_PAGE_SIZE  # minisgl
     num_pages: int | None = None  # minisgl
@@ -97,6 +99,8 @@ class MinisglEngine:
             cuda_graph_max_bs=options.graph_max_bs,
             overlap=options.overlap,
             tp_size=options.tp_size,
+            enable_expert_parallel=options.expert_parallel,
+            custom_all_reduce=options.custom_all_reduce,
             batch_policy=options.batch_policy,
             schedule_policy=options.schedule_policy,
             max_extend_tokens=options.max_prefill_tokens,
