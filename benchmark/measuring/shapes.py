@@ -293,8 +293,11 @@ SHAPES = {
 
 
 def _quantized(name: str, config: Mapping[str, Any]) -> Shape:
-    """Return a shape as it is published with quantized weights."""
-    return replace(SHAPES[name], more={**SHAPES[name].more, "quantization_config": config})
+    """Return a shape as it is published with quantized weights; a Qwen3's routers keep theirs."""
+    shape = SHAPES[name]
+    routers = [f"model.layers.{layer}.mlp.gate" for layer in range(shape.layers)] if "num_experts" in shape.more else []
+    kept = [*config["modules_to_not_convert"], *routers]
+    return replace(shape, more={**shape.more, "quantization_config": {**config, "modules_to_not_convert": kept}})
 
 
 SHAPES |= {
