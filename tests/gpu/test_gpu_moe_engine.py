@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gpu.test_gpu_engine import VOCAB, generate, prompts
+from support.gpus import over_gpus
 from support.tiny_tokenizer import save_byte_tokenizer
 
 pytestmark = pytest.mark.gpu
@@ -70,9 +71,11 @@ def test_greedy_agrees_with_transformers(folder: Path, graph_max_bs: int) -> Non
     assert found.max() < 1.5
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_with_whole_experts_agree_with_transformers(folder: Path) -> None:
-    found = regrets(folder, generate(folder, attention_backend="fa", tp_size=2, enable_expert_parallel=True))
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "divided"])
+@over_gpus(2, 4)
+def test_experts_over_ranks_agree_with_transformers(folder: Path, tp_size: int, *, whole: bool) -> None:
+    """A rank has some experts as a whole, or a part of every expert's intermediate size."""
+    found = regrets(folder, generate(folder, attention_backend="fa", tp_size=tp_size, enable_expert_parallel=whole))
     assert (found > 0.15).float().mean() < 0.02
     assert found.max() < 1.5
 
