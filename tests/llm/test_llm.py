@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,6 +21,7 @@ import torch
 from minisgl.config import ConfigError
 from minisgl.core import PendingStep, StepResult
 from minisgl.llm import LLM, SamplingParams, rank_processes
+from minisgl.llm.rank_processes import RankLost
 from minisgl.models.hub import demo_folder
 from minisgl.process.child import Child, start_worker
 from minisgl.sampling_params import Grammar, InvalidRequest
@@ -209,13 +211,31 @@ def test_closing_twice_is_closing_once(tp_size: int) -> None:
         llm.close()
 
 
-def test_a_rank_that_dies_ends_the_call_that_needs_it() -> None:
-    with LLM("demo", max_running_req=2, tp_size=2) as llm:
-        (child,) = llm._ranks._children
-        threading.Timer(0.3, child.process.kill).start()
+def test_closing_frees_the_logits_of_a_step_that_was_not_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several GPUs these may be memory that ranks share; freed later, it would wait for the device's kernels."""
+
+    def lose_a_rank(*_: object) -> None:
+        raise RankLost("scheduler-1: it died")
+
+    with LLM("demo", max_running_req=2) as llm:
+        monkeypatch.setattr(llm.loop.scheduler, "fill", lose_a_rank)
+        with pytest.raises(RankLost):
+            llm.generate("abc", SamplingParams(max_tokens=2, grammar=Grammar("regex", "a+")))
+        assert llm._engine._forwarded is not None
+        logits = weakref.ref(llm._engine._forwarded().logits)
+        assert logits() is not None
+    assert logits() is None
+
+
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_a_rank_that_dies_ends_the_call_that_needs_it(tp_size: int) -> None:
+    """The error names the rank that died, and not one that fails for want of it."""
+    with LLM("demo", max_running_req=2, tp_size=tp_size) as llm:
+        last = llm._ranks._children[-1]
+        threading.Timer(0.3, last.process.kill).start()
         params = SamplingParams(max_tokens=2000, ignore_eos=True)
         for _ in range(2):
-            with pytest.raises(RuntimeError, match="scheduler-1: it died"):
+            with pytest.raises(RuntimeError, match=f"scheduler-{tp_size - 1}: it died"):
                 llm.generate(["abc"] * 50, params)
 
 

@@ -240,7 +240,7 @@ class Engine:
     def close(self) -> None:
         """Wait for the steps in flight and free the device's memory; the engine cannot be used afterwards."""
         self._queue.close()
-        self._graphs = None
+        self._graphs = self._forwarded = None  # a call that failed may have left logits, which ranks can share
         del self._runner, self._bitmask
         gc.collect()  # modules and graphs refer to one another
         self._tp.close()
