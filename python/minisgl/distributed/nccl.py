@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -30,6 +31,7 @@ class NcclTP:
         self._device = device
         self._group = group
         self._push = push
+        self._aborting = threading.Lock()
         self._aborted = False
 
     @classmethod
@@ -68,12 +70,14 @@ class NcclTP:
             self._push.check()
 
     def abort(self) -> None:
-        if self._aborted:
-            return
-        self._aborted = True
-        if self._push is not None:
-            self._push.abort()
-        self._group.abort()
+        # Two aborts of a NCCL communicator at a time, or one and its destruction, can wait for each other for ever.
+        with self._aborting:
+            if self._aborted:
+                return
+            self._aborted = True
+            if self._push is not None:
+                self._push.abort()
+            self._group.abort()  # waits until CUDA graphs with its collectives are freed
 
     def close(self) -> None:
         self.abort()  # otherwise `destroy_process_group` waits until every rank calls it
