@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import sqlite3
 import threading
 from collections.abc import Callable
@@ -137,17 +138,70 @@ def test_a_slow_disk_delays_no_other_request(server: RunningServer, file: Path) 
     assert client(server).responses.retrieve(found[0]).output_text == "late"
 
 
-def test_an_answer_reaches_its_client_when_the_file_is_gone(
+def test_an_answer_reaches_its_client_when_the_file_is_broken(
     server: RunningServer, file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with sqlite3.connect(file) as other:
         other.execute("DROP TABLE responses")
     response = client(server).responses.create(**say("still there"))
-    assert response.output_text == "still there"
-    assert "could not be stored" in caplog.text
+    assert (response.output_text, as_not_stored(response)) == ("still there", True)
+    assert f"{file} cannot be used, so responses are not stored: no such table" in caplog.text
     headers = {"authorization": "Bearer key-one"}
     lost: httpx.Response = server.get(f"{PATH}/{response.id}", headers=headers)
-    assert (lost.status_code, lost.json()["error"]["code"]) == (500, "internal_error")
+    assert (lost.status_code, lost.json()["error"]["code"]) == (503, "response_store_failed")
+
+
+def as_not_stored(response: openai.types.responses.Response) -> bool:
+    """Return True if the response says that it is not stored, and why."""
+    told = response.to_dict()
+    return (told["store"], told.get("warnings")) == (False, ["store: the response could not be stored"])
+
+
+def test_a_file_may_vanish_and_come_back(
+    start_server: Callable[..., RunningServer], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With its folder gone nothing is stored, and that is said; afterwards the file is created anew."""
+    folder = tmp_path / "store"
+    folder.mkdir()
+    server = start_server(response_store=str(folder / "responses.db"), api_keys=KEYS)
+    ours = client(server)
+    before = ours.responses.create(**say("before"))
+    shutil.rmtree(folder)
+    for _ in range(2):
+        lost = ours.responses.create(**say("lost"))
+        assert (lost.output_text, as_not_stored(lost)) == ("lost", True)
+    with ours.responses.create(**say("streamed"), stream=True) as stream:
+        *_, last = stream
+    assert last.type == "response.completed"
+    assert (last.response.output_text, as_not_stored(last.response)) == ("streamed", True)
+    for id in (before.id, lost.id, last.response.id):
+        for call in (ours.responses.retrieve, ours.responses.delete, ours.responses.input_items.list):
+            with pytest.raises(openai.NotFoundError):
+                call(id)
+    with pytest.raises(openai.BadRequestError, match="there is no response"):
+        ours.responses.create(**say("x"), previous_response_id=lost.id)
+
+    folder.mkdir()
+    after = ours.responses.create(**say("after"))
+    assert ours.responses.retrieve(after.id) == after
+    with pytest.raises(openai.NotFoundError):
+        ours.responses.retrieve(lost.id)
+    lines = [record.getMessage() for record in caplog.records if "--response-store" in record.getMessage()]
+    assert [line.partition(str(folder))[2] for line in lines] == [
+        f"/responses.db cannot be used, so responses are not stored: [Errno 2] No such file or directory: "
+        f"'{folder}/responses.db'",
+        "/responses.db was deleted or replaced, and has been opened anew",
+        "/responses.db can be used again",
+    ]
+    assert "Traceback" not in caplog.text
+
+
+def test_a_response_too_large_to_be_stored_says_so(start_server: Callable[..., RunningServer], file: Path) -> None:
+    server = start_server(response_store=str(file), response_store_bytes=10)
+    response = server.post(PATH, json=say("much")).json()
+    assert response["store"] is False
+    assert "--response-store-bytes" in response["warnings"][0]
+    assert server.get(f"{PATH}/{response['id']}").status_code == 404
 
 
 def entry(number: int, text: str = "", previous: str | None = None) -> Entry:

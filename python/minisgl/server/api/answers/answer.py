@@ -77,9 +77,12 @@ class Writer(ABC):
     def body(self, choices: list[Delta], usage: Usage) -> bytes:
         """Return the whole answer, if it is not streamed."""
 
-    async def keep(self) -> None:
-        """Store an answer that has ended, before its client is told of the end."""
-        return
+    async def keep(self, last: bytes) -> bytes:
+        """Store an answer that has ended, before its client is told of the end by the bytes `last`.
+
+        Returns `last`, or what must be sent instead if the answer could not be stored.
+        """
+        return last
 
 
 def usage_of(request: OpenRequest) -> Usage:
@@ -175,7 +178,7 @@ class Answer:
             data = self._writer.body(choices, usage)
         else:  # log-probabilities of many tokens take seconds to write, during which other threads can run
             data = await asyncio.to_thread(self._writer.body, choices, usage)
-        await self._writer.keep()
+        data = await self._writer.keep(data)
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
         self._started = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -188,6 +191,5 @@ class Answer:
             await self._end_stream(stream_body_of(scope), self._writer.error_event(error), send)
 
     async def _end_stream(self, body: StreamBody, last_events: bytes, send: Send) -> None:
-        await self._writer.keep()
-        body.write(last_events + self._writer.stream_end)
+        body.write(await self._writer.keep(last_events) + self._writer.stream_end)
         await send({"type": "http.response.body", "body": b"", "more_body": False})

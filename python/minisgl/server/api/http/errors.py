@@ -162,6 +162,11 @@ def too_many_bytes(limit: int) -> ApiError:
     return _unavailable(f"the server holds {limit} bytes of requests, as many as it may; try again later", "overloaded")
 
 
+def store_failed() -> ApiError:
+    """Return the error if stored responses cannot be read or deleted, for instance because the disk is full."""
+    return _unavailable("the stored responses cannot be accessed at the moment", "response_store_failed")
+
+
 def shutting_down(reason: str | None) -> ApiError:
     text = "the server is shutting down"
     return _unavailable(f"{text}: {reason}" if reason else text, "shutting_down")

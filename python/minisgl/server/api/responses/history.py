@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import logging
-import sqlite3
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
 from minisgl.sampling_params import InvalidRequest
-from minisgl.server.api.http.errors import ApiError, invalid
+from minisgl.server.api.http.errors import ApiError, invalid, store_failed
 from minisgl.server.api.responses.body import Item, ResponsesBody
 from minisgl.server.api.responses.items import REFERENCE, kept_items
-from minisgl.server.api.responses.store import Entry, MissingResponse, ResponseStore, TooMuchStored
+from minisgl.server.api.responses.store import Entry, MissingResponse, ResponseStore, StoreFailed, TooMuchStored
 from minisgl.server.api.responses.writer import PREFIX, Keep, Response
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 FLAG = "--response-store FILE"
+NOT_STORED = "store: the response could not be stored"
+TOO_LARGE = "store: the response is larger than all that the server may store (--response-store-bytes)"
 
 
 class ItemList(msgspec.Struct, frozen=True, tag_field="object", tag="list"):
@@ -54,6 +52,8 @@ class History:
             raise invalid(
                 "previous_response_id", "previous_response_id: the conversation has become too long"
             ) from None
+        except StoreFailed:
+            raise store_failed() from None
 
     async def resolved(self, items: Sequence[Item]) -> list[Item]:
         """Return the items with references replaced by the stored items; ApiError for one that is not stored."""
@@ -68,6 +68,8 @@ class History:
             found = await self._store.find(wanted.values(), self.owner)
         except TooMuchStored:
             raise invalid("input", "input: the responses of the items referred to are too long") from None
+        except StoreFailed:
+            raise store_failed() from None
         for index, id in wanted.items():
             if id not in found:
                 raise invalid(f"input.{index}.id", f"input.{index}.id: there is no item {id:.80}")
@@ -80,18 +82,24 @@ class History:
         return id
 
     def keeper(self, body: ResponsesBody, items: Sequence[Item]) -> Keep | None:
-        """Return the function that stores the response to these items; None if it is not to be stored."""
+        """Return the function that stores the response to these items; None if it is not to be stored.
+
+        The client gets its response even if it cannot be stored, but then with `store` false and a warning.
+        """
         store = self._store
         if store is None or not body.store:
             return None
 
-        async def keep(response: Response) -> None:
+        async def keep(response: Response) -> Response:
             kept = msgspec.json.encode(kept_items(items, response.id.removeprefix(PREFIX)))
             previous = response.previous_response_id
+            entry = Entry(response.id, self.owner, previous, kept, msgspec.json.encode(response))
             try:
-                await store.put(Entry(response.id, self.owner, previous, kept, msgspec.json.encode(response)))
-            except sqlite3.Error:  # the client gets its response all the same
-                logger.exception("a response could not be stored")
+                if await store.put(entry):
+                    return response
+                return _not_stored(response, TOO_LARGE)
+            except StoreFailed:
+                return _not_stored(response, NOT_STORED)
 
         return keep
 
@@ -130,6 +138,12 @@ class History:
             raise ApiError(404, f"there is no response {error.id:.80}", code="response_not_found") from None
         except TooMuchStored:
             raise ApiError(400, f"the conversation of the response {id:.80} has become too long") from None
+        except StoreFailed:
+            raise store_failed() from None
+
+
+def _not_stored(response: Response, warning: str) -> Response:
+    return msgspec.structs.replace(response, store=False, warnings=[*(response.warnings or []), warning])
 
 
 def _is_reference(item: Item) -> bool:

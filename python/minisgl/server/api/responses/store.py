@@ -3,11 +3,15 @@
 All access to the file is in one thread, so that a slow disk delays only the requests that wait for it. The file's
 responses are bounded in bytes: the oldest make room. A response names the previous one of its conversation; the items
 of a conversation are collected along that chain.
+
+A disk may fill up and a file may be deleted while the server runs. The open file is used as long as it is the one at
+the path; otherwise the next access creates it anew. A failure is logged once, until responses can be stored again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 import sqlite3
@@ -24,6 +28,8 @@ from minisgl.config import ConfigError, HttpConfig
 from minisgl.server.api.bodies.read_body import MAX_ITEMS, BodyScan
 from minisgl.server.api.http.errors import ApiError
 from minisgl.server.api.responses.body import Item
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -57,6 +63,14 @@ class MissingResponse(Exception):
         self.id = id
 
 
+class StoreFailed(Exception):
+    """The file cannot be read or written, for instance because the disk is full; it has been logged."""
+
+
+class _NoFolder(StoreFailed):
+    """The file is gone together with its folder, so it cannot be created either."""
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """Response as it is stored, with its own input."""
@@ -69,7 +83,7 @@ class Entry:
 
 
 class ResponseStore:
-    """Open file of responses."""
+    """Open file of responses. Every access may raise StoreFailed."""
 
     def __init__(self, path: str, max_bytes: int, *, max_read_bytes: int) -> None:
         """Open the file, or create it readable for this user alone; ConfigError if it cannot be used.
@@ -77,33 +91,45 @@ class ResponseStore:
         The store keeps at most `max_bytes`. For one request it reads at most `max_read_bytes`, and as many values as a
         request's body may have.
         """
+        self._path = path
         self._max_bytes = max_bytes
         self._max_read_bytes = max_read_bytes
         self._thread = ThreadPoolExecutor(1, "response-store")
-        self._database = self._thread.submit(_open, path).result()
+        try:
+            self._database = self._thread.submit(_open, path).result()
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError(f"--response-store {path} cannot be used: {error}") from None
+        self._file = _identity(path)  # file that is open
+        self._is_failing = False  # the last access failed, or the last write if there were only reads since
 
-    async def put(self, entry: Entry) -> None:
-        """Store a response, and delete the oldest if there is no room."""
+    async def put(self, entry: Entry) -> bool:
+        """Store a response, and delete the oldest if there is no room; return False if it is larger than `max_bytes`.
+
+        It is stored entirely or, after StoreFailed, not at all.
+        """
+        if len(entry.input) + len(entry.response) > self._max_bytes:
+            return False
         await self._run(lambda: self._put(entry))
+        return True
 
     async def get(self, id: str, owner: str) -> Entry:
         """Return a response; MissingResponse if the owner has none with this id."""
-        return await self._run(lambda: self._get(id, owner))
+        return await self._run_for(id, lambda: self._get(id, owner))
 
     async def delete(self, id: str, owner: str) -> None:
         """Delete a response; MissingResponse if the owner has none with this id."""
-        await self._run(lambda: self._delete(id, owner))
+        await self._run_for(id, lambda: self._delete(id, owner))
 
     async def conversation(self, id: str, owner: str) -> list[Item]:
         """Return input and output items of a response and of all before it in its conversation, oldest first.
 
         MissingResponse if one of the responses is missing; TooMuchStored.
         """
-        return await self._run(lambda: self._items(self._chain(id, owner), outputs_of_all=True))
+        return await self._run_for(id, lambda: self._items(self._chain(id, owner), outputs_of_all=True))
 
     async def input(self, id: str, owner: str) -> list[Item]:
         """Return the items that a response has answered: its `conversation` without its own output."""
-        return await self._run(lambda: self._items(self._chain(id, owner), outputs_of_all=False))
+        return await self._run_for(id, lambda: self._items(self._chain(id, owner), outputs_of_all=False))
 
     async def find(self, item_ids: Iterable[str], owner: str) -> dict[str, Item]:
         """Return the items with these ids that are stored; TooMuchStored."""
@@ -114,14 +140,38 @@ class ResponseStore:
         self._thread.shutdown()
 
     async def _run(self, call: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._access, call)
+
+    async def _run_for(self, id: str, call: Callable[[], T]) -> T:
+        """Run a call about one response, which cannot exist without the file."""
+        try:
+            return await self._run(call)
+        except _NoFolder:
+            raise MissingResponse(id) from None
 
     # Run in the thread.
 
+    def _access(self, call: Callable[[], T]) -> T:
+        try:
+            if _identity(self._path) != self._file:
+                self._reopen()
+            return call()
+        except (OSError, sqlite3.Error) as error:
+            if not self._is_failing:
+                self._is_failing = True
+                logger.error("--response-store %s cannot be used, so responses are not stored: %s", self._path, error)
+            raise (_NoFolder if isinstance(error, FileNotFoundError) else StoreFailed) from error
+
+    def _reopen(self) -> None:
+        """Open the file that is now at the path, or create it."""
+        database = _open(self._path)
+        with suppress(sqlite3.Error):
+            self._database.close()
+        self._database, self._file = database, _identity(self._path)
+        logger.warning("--response-store %s was deleted or replaced, and has been opened anew", self._path)
+
     def _put(self, entry: Entry) -> None:
         size = len(entry.input) + len(entry.response)
-        if size > self._max_bytes:
-            return
         row = (entry.id, entry.owner, entry.previous, size, entry.input, entry.response)
         with self._database as database:
             database.execute(
@@ -136,6 +186,9 @@ class ResponseStore:
                     break
             if last:
                 database.execute("DELETE FROM responses WHERE number <= ?", (last,))
+        if self._is_failing:
+            self._is_failing = False
+            logger.warning("--response-store %s can be used again", self._path)
 
     def _get(self, id: str, owner: str) -> Entry:
         row = self._database.execute(
@@ -146,10 +199,9 @@ class ResponseStore:
         return Entry(*row)
 
     def _delete(self, id: str, owner: str) -> None:
+        self._get(id, owner)  # a file that cannot be written can still tell that the response is missing
         with self._database as database:
-            found = database.execute("DELETE FROM responses WHERE id = ? AND owner = ?", (id, owner)).rowcount
-        if not found:
-            raise MissingResponse(id)
+            database.execute("DELETE FROM responses WHERE id = ? AND owner = ?", (id, owner))
 
     def _chain(self, id: str, owner: str) -> Iterator[Entry]:
         """Yield a response and all before it in its conversation, newest first."""
@@ -194,18 +246,24 @@ def open_store(http: HttpConfig) -> ResponseStore | None:
 
 
 def _open(path: str) -> sqlite3.Connection:
-    try:
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-        database = sqlite3.connect(path, timeout=BUSY_SECONDS)
-        version = database.execute("PRAGMA user_version").fetchone()[0]
-        tables = database.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-        if version != VERSION and (version or tables):
-            raise ConfigError(f"--response-store {path} is not a file of this server's responses")
-        database.execute("PRAGMA journal_mode = WAL")
-        database.execute("PRAGMA synchronous = NORMAL")  # a crash of the machine may lose the last responses only
-        database.execute("PRAGMA secure_delete = ON")
-        database.executescript(_SCHEMA)
-        database.execute(f"PRAGMA user_version = {VERSION}")
-    except (OSError, sqlite3.Error) as error:
-        raise ConfigError(f"--response-store {path} cannot be used: {error}") from None
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+    database = sqlite3.connect(path, timeout=BUSY_SECONDS)
+    version = database.execute("PRAGMA user_version").fetchone()[0]
+    tables = database.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+    if version != VERSION and (version or tables):
+        raise sqlite3.DatabaseError("it is not a file of this server's responses")
+    database.execute("PRAGMA journal_mode = WAL")
+    database.execute("PRAGMA synchronous = NORMAL")  # a crash of the machine may lose the last responses only
+    database.execute("PRAGMA secure_delete = ON")
+    database.executescript(_SCHEMA)
+    database.execute(f"PRAGMA user_version = {VERSION}")
     return database
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    """Return device and inode of the file at a path; None if there is none."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino

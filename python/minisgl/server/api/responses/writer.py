@@ -114,7 +114,8 @@ class ResponseFailed(_ResponseEvent, frozen=True, tag="response.failed"):
 StreamEvent: TypeAlias = (
     ResponseCreated | ResponseInProgress | ResponseCompleted | ResponseIncomplete | ResponseFailed | ItemEvent
 )
-Keep = Callable[[Response], Awaitable[None]]
+_LastEvent: TypeAlias = ResponseCompleted | ResponseIncomplete | ResponseFailed
+Keep = Callable[[Response], Awaitable[Response]]  # stores a response; returns it as the client is to see it
 
 
 class ResponsesWriter(Writer):
@@ -133,6 +134,7 @@ class ResponsesWriter(Writer):
         self._open: OpenRequest | None = None
         self._choice: Choice | None = None
         self._is_complete = False  # the model ended the answer, not a limit
+        self._last_event: _LastEvent | None = None  # of a stream
 
     def begin(self, request: OpenRequest) -> None:
         self._open = request
@@ -155,14 +157,17 @@ class ResponsesWriter(Writer):
 
     def last_events(self, usage: Usage) -> bytes:  # noqa: ARG002 - `_end` adds it, also to a stream that fails
         self._finish()
-        kind = ResponseCompleted if self._is_complete else ResponseIncomplete
-        return named_event(kind(self._next(), self._response))
+        return self._end_stream(ResponseCompleted if self._is_complete else ResponseIncomplete)
 
     def error_event(self, error: ApiError) -> bytes:
         if self._response.status != "cancelled":
             code = "server_error" if error.status >= 500 else "invalid_prompt"
             self._end("failed", error=ResponseError(code, error.detail.message))
-        return named_event(ResponseFailed(self._next(), self._response))
+        return self._end_stream(ResponseFailed)
+
+    def _end_stream(self, kind: type[_LastEvent]) -> bytes:
+        self._last_event = kind(self._next(), self._response)
+        return named_event(self._last_event)
 
     # A whole answer.
 
@@ -174,9 +179,15 @@ class ResponsesWriter(Writer):
 
     # Both.
 
-    async def keep(self) -> None:
-        if self._keep is not None:
-            await self._keep(self._response)
+    async def keep(self, last: bytes) -> bytes:
+        if self._keep is None:
+            return last
+        shown = await self._keep(self._response)
+        if shown is self._response:
+            return last
+        if self._last_event is None:
+            return encode(shown)
+        return named_event(msgspec.structs.replace(self._last_event, response=shown))
 
     def _take(self, delta: Delta) -> Iterator[StreamEvent]:
         assert self._choice is not None
