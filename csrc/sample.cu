@@ -12,6 +12,9 @@
 // histograms, most significant bits first. All sums that decide are integers, so the order of additions does not
 // matter, and equal input gives equal tokens. -DTHREADS: threads per block of sample_choose, 512 or 1024.
 //
+// A row with a NaN, or without a finite maximum, gets NO_TOKEN: all maxima keep a NaN, which is larger than all numbers
+// in the order of `ordered`.
+//
 // The vocabulary may be divided among -DRANKS GPUs. Each GPU then runs sample_partials on its own logits, the partials
 // are gathered, and sample_choose reads the few groups that it needs from the GPUs that hold them.
 #include "common.cuh"
@@ -38,6 +41,7 @@ constexpr unsigned FARTHEST = ALL - 1;    // 32 nats: farther tokens weigh less 
 constexpr float SLACK_ONE = 0x1p18f;      // a bin's sum of (1 - weight / weight at its near end) in fixed point
 constexpr float MASS_ONE = 0x1p40f;       // the weight of the largest logit in sums of weights
 constexpr float EXCLUDED = -2e30f;        // logit of masked ids: finite, as in engine/logits_processing.py
+constexpr int NO_TOKEN = -1;              // as in core.py
 
 struct Partial {  // summary of one group of a row
   float max;      // largest logit
@@ -96,7 +100,14 @@ __device__ __forceinline__ u64 uniform_part(long long seed, int position, u64 to
   return __umul64hi(total, (2 * bits + 1) << 40);
 }
 
-// Unsigned integer with the same order as the floats; both zeros are equal.
+// The larger number; NaN if one of the two is NaN.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+  return larger;
+}
+
+// Unsigned integer with the same order as the floats; both zeros are equal, and NaN is above infinity.
 __device__ __forceinline__ unsigned ordered(float x) {
   unsigned bits = __float_as_uint(x + 0.f);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -180,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(32 * PARTIAL_WARPS) sample_partials
   logits_of(logits, row_stride, mask, vocab, row).load(group, lane, x);
   float best = x[0];
 #pragma unroll
-  for (int i = 1; i < PER_LANE; ++i) best = x[i] > best ? x[i] : best;
+  for (int i = 1; i < PER_LANE; ++i) best = max_or_nan(best, x[i]);
   unsigned key = ordered(best), top = __reduce_max_sync(ALL, key);
   best = __shfl_sync(ALL, best, __ffs(__ballot_sync(ALL, key == top)) - 1);
   int place = GROUP;
@@ -614,8 +625,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) sample_cho
   top = __reduce_max_sync(ALL, key);
   place = __reduce_min_sync(ALL, key == top ? (unsigned)s.place[lane % WARPS] : vocab);
 
+  bool is_finite = top > ordered(-INF) && top < ordered(INF);
   int token = place;
-  if (t > 0.f) {
+  if (t > 0.f && is_finite) {
     Shards shards = {addresses, ids_of_rank, groups_of_rank};
     Row row = {logits_of(logits, row_stride, mask, vocab, index, shards), groups, from_ordered(top), 1.f / t};
     float sum = 0.f;
@@ -643,7 +655,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) sample_cho
     }
   }
   if (threadIdx.x == 0) {
-    sampled[index] = token;
+    sampled[index] = is_finite ? token : NO_TOKEN;
     bool real = slot != scratch_slot;  // the scratch slot of padding rows never grows
     tokens[slot * tokens_stride + (real ? length : 0)] = token;
     if (real) lengths[slot] = length + 1;

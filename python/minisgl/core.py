@@ -25,6 +25,9 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+ErrorCause = Literal["no_allowed_token", "logits_not_finite"]  # causes of the finish reason error that users are told
+
+NO_TOKEN = -1  # sampled token of a row whose logits have a NaN or no finite maximum
 
 
 class DeviceOutOfMemory(RuntimeError):
@@ -78,7 +81,7 @@ class Logprobs(Generic[A]):
 class StepResult(Generic[A]):
     """Result of a step, on the device and then on the host. Its Batch says which log-probabilities there are."""
 
-    tokens: A  # int32[S]: sampled tokens, in the order of the rows that sample; none of a pooling model
+    tokens: A  # int32[S]: sampled tokens or NO_TOKEN, in the order of the rows that sample; none of a pooling model
     logprobs: Logprobs[A] | None = None  # for the tokens of `ScoredTokens.rows`
     prompt_logprobs: Logprobs[A] | None = None  # for the tokens of `ScoredTokens.prompt_lens`, row after row
     vectors: A | None = None  # float32[S, size] of a pooling model, in place of tokens

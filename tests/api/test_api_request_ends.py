@@ -211,7 +211,7 @@ def test_a_grammar_that_the_allowed_ids_exclude(
     client = RawClient(server.port)
     client.post("/generate", {**body, "stream": stream})
     (generate,) = server.engine.wait_for(Generate)
-    server.engine.say(OutputDeltas([OutputDelta(generate.seq_ids[0], b"", "", "error", excluded=True)]))
+    server.engine.say(OutputDeltas([OutputDelta(generate.seq_ids[0], b"", "", "error", cause="no_allowed_token")]))
     rest = client.read_all()
     assert f'"{param} have no token that can follow the grammar'.encode() in rest
     assert f'"type":"invalid_request_error","param":"{param}"'.encode() in rest

@@ -9,6 +9,7 @@ import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from exact.oracle import reference_uniform
+from minisgl.core import NO_TOKEN
 from minisgl.engine.sampler import TorchSampler, filter_threshold, uniform
 from minisgl.engine.state import SlotState
 from minisgl.sampling_params import SamplingFlags
@@ -136,12 +137,28 @@ def test_every_choice_has_a_probability_above_zero() -> None:
 
 
 @pytest.mark.parametrize("filtered", [False, True])
-def test_rows_without_numbers_get_some_token(filtered: bool) -> None:
-    """A model may yield them. A token outside the vocabulary would end the next step."""
-    logits = torch.randn(6, VOCAB)
+def test_rows_without_numbers_get_no_token(filtered: bool) -> None:
+    """Their slots get some token, because one outside the vocabulary would end the next step."""
+    logits = torch.randn(9, VOCAB)
     logits[0], logits[1], logits[2], logits[3, 7], logits[4, 7] = torch.nan, torch.inf, -torch.inf, torch.nan, torch.inf
-    tokens = sample(logits, make_state(6, top_p=0.9 if filtered else 1.0), filtered=filtered)
-    assert 0 <= int(tokens.min()) <= int(tokens.max()) < VOCAB
+    logits[5, :] = -torch.inf
+    logits[5, 8] = -3.0
+    logits[6, 299] = torch.nan
+    mask = torch.full((9, (VOCAB + 31) // 32), -1, dtype=torch.int32)
+    mask[6, -1] = 0  # the grammar forbids the token whose logit is NaN
+    for greedy in (False, True):
+        state = make_state(9, top_p=0.9 if filtered else 1.0)
+        expected = sample(logits[7:], make_state(9, top_p=0.9 if filtered else 1.0), greedy=greedy, filtered=filtered)
+        state.seed[7:9] = torch.arange(2)
+        flags = SamplingFlags.SAMPLED | (SamplingFlags.FILTERED if filtered else SamplingFlags(0))
+        flags = SamplingFlags(0) if greedy else flags
+        tokens = TorchSampler().sample(logits, torch.arange(9), state, flags, mask)
+        assert tokens.dtype == torch.int32
+        assert tokens[:5].tolist() == [NO_TOKEN] * 5
+        assert tokens[5] == 8
+        assert 0 <= int(tokens[6]) < 288
+        assert torch.equal(tokens[7:], expected)
+        assert 0 <= int(state.tokens.min()) <= int(state.tokens.max()) < VOCAB
 
 
 def test_the_sampled_token_is_appended_to_the_slot() -> None:

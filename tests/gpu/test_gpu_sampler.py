@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.core import NewRow
+from minisgl.core import NO_TOKEN, NewRow
 from minisgl.engine.logits_processing import process_logits
 from minisgl.engine.sampler import Sampler, TorchSampler, filter_threshold, uniform
 from minisgl.engine.state import SlotState
@@ -201,14 +201,52 @@ def test_company_changes_nothing(sampler: Sampler) -> None:
     assert torch.equal(together, torch.cat([run(slice(row, row + 1)) for row in range(rows)]))
 
 
-@pytest.mark.parametrize("value", [0.0, float("-inf"), float("nan"), float("inf")])
-def test_degenerate_rows_give_a_token_of_the_vocabulary(sampler: Sampler, value: float) -> None:
-    rows, vocab = 20, 3000
-    state = make_state(rows, greedy=4)
-    spread_filters(state, vocab)
-    logits = torch.full((rows, vocab), value, device="cuda")
-    sampled = sampler.sample(logits, torch.arange(rows, device="cuda"), state, FILTERED)
-    assert ((sampled >= 0) & (sampled < vocab)).all()
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_without_numbers_get_no_token(sampler: Sampler, dtype: torch.dtype) -> None:
+    """One NaN or infinity at any place is found, greedy or not; the slots get a token of the vocabulary all the same.
+
+    The other rows get the tokens that they get without such company.
+    """
+    vocab = 3000
+    places = [0, 1, 7, 8, 255, 256, 511, 512, 1300, vocab - 1]
+    damaged = 2 * len(places) + 3
+    rows = damaged + 20
+    clean = (torch.randn(rows, vocab, device="cuda") * 4).to(dtype)
+    logits, slots = clean.clone(), torch.arange(rows, device="cuda")
+    for row, place in enumerate(places):
+        logits[row, place], logits[len(places) + row, place] = float("-nan"), torch.inf
+    logits[damaged - 3], logits[damaged - 2], logits[damaged - 1] = torch.nan, torch.inf, -torch.inf
+    for greedy in (0, rows // 2, rows):
+        states = make_state(rows, greedy=greedy), make_state(rows, greedy=greedy)
+        for state in states:
+            spread_filters(state, vocab)
+        ours, reference = (
+            sampler.sample(x, slots, state, FILTERED) for x, state in zip((logits, clean), states, strict=True)
+        )
+        assert ours[:damaged].tolist() == [NO_TOKEN] * damaged
+        assert torch.equal(ours[damaged:], reference[damaged:])
+        written = states[0].tokens[slots, states[0].lengths[slots].long() - 1]
+        assert ((written >= 0) & (written < vocab)).all()
+        assert torch.equal(
+            TorchSampler().sample(logits, slots, make_state(rows, greedy=greedy), FILTERED) == NO_TOKEN,
+            ours == NO_TOKEN,
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_forbidden_nan_does_no_harm(sampler: Sampler, dtype: torch.dtype) -> None:
+    """Constant rows, and rows whose NaN and infinities the grammar forbids, get a token that is allowed."""
+    rows, vocab = 64, 3000
+    logits = torch.zeros(rows, vocab, device="cuda", dtype=dtype)
+    logits[: rows // 2, 5::32] = torch.nan
+    logits[: rows // 2, 6::32] = torch.inf
+    mask = torch.full((rows, (vocab + 31) // 32), ~(3 << 5), device="cuda", dtype=torch.int32)
+    for flags in (FILTERED, FILTERED | SamplingFlags.PROCESSED):
+        state = make_state(rows, greedy=16)
+        spread_filters(state, vocab)
+        sampled = sampler.sample(logits, torch.arange(rows, device="cuda"), state, flags, mask)
+        assert ((sampled >= 0) & (sampled < vocab)).all()
+        assert not torch.isin(sampled % 32, torch.tensor([5, 6], device="cuda")).any()
 
 
 def random_mask(rows: int, vocab: int) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pooling_models import Reference, save, save_embedder, texts, unit
+from safetensors.torch import load_file, save_file
 
 from minisgl import LLM
 from minisgl.core import DeviceOutOfMemory
@@ -86,6 +87,20 @@ def test_a_retracted_prompt_gets_its_vector(tmp_path: Path) -> None:
         engine.sample = fails_at_times
         assert np.abs(llm.embed(prompts) - expected).max() < TOLERANCE
         assert llm.retractions > 0
+        llm.check_idle()
+
+
+def test_a_vector_that_is_not_finite_is_an_error(tmp_path: Path) -> None:
+    """JSON has no NaN, and a vector of nulls would only fail later, in the client's index."""
+    folder = save_embedder(tmp_path / "damaged")
+    weights = load_file(folder / "model.safetensors")
+    weights["embed_tokens.weight"][5] = float("nan")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with LLM(str(folder), **TIGHT) as llm:
+        expected = llm.embed([[1, 2, 3]])
+        with pytest.raises(RuntimeError, match="NaN or infinite"):
+            llm.embed([[1, 2, 3], [4, 5, 6]])
+        assert np.array_equal(llm.embed([[1, 2, 3]]), expected)
         llm.check_idle()
 
 

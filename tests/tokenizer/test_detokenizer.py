@@ -85,9 +85,9 @@ def test_tail_of_a_sequence_is_flushed(reason: FinishReason) -> None:
 
 def test_an_error_keeps_its_cause() -> None:
     detokenizer = Detokenizer(DECODER)
-    ended = [End(1, "error", excluded=True), End(2, "error")]
+    ended = [End(1, "error", cause="logits_not_finite"), End(2, "error")]
     pieces, _ = detokenizer.apply(step(opened={1: TextOptions(), 2: TextOptions()}, ended=ended))
-    assert [(piece.finish, piece.excluded) for piece in pieces] == [("error", True), ("error", False)]
+    assert [(piece.finish, piece.cause) for piece in pieces] == [("error", "logits_not_finite"), ("error", None)]
 
 
 def test_two_tokens_in_one_message() -> None:

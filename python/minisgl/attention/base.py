@@ -201,6 +201,10 @@ class AttentionBackend(Protocol):
     def upcasts(self) -> bool:
         """True if FP8 pages must be upcast to `KVPool.upcast_buffer` before attention."""
 
+    @property
+    def reads_whole_pages(self) -> bool:
+        """True if it reads the rest of a row's last page and masks it, so that NaN must not stand there."""
+
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
         """Prepare a step, once for all layers of the spec."""
 

@@ -146,8 +146,10 @@ class CpuAttention(TorchAttention):
         seen = (positions < lengths[owners, None]) & (positions >= starts[owners, None])
         mask = torch.zeros(seen.shape, dtype=self.spec.dtype).masked_fill_(torch.from_numpy(~seen), -torch.inf)
         absent = np.arange(counts.max()) >= counts[:, None]
-        blocks_of = np.zeros(absent.shape, dtype=np.int64)
-        blocks_of[~absent] = np.argsort(order)
+        places = np.argsort(order)
+        # Absent blocks count with the weight 0. They are the row's own, because another row's may be NaN.
+        blocks_of = np.repeat(places[np.cumsum(counts) - counts, None], absent.shape[1], axis=1)
+        blocks_of[~absent] = places
         return [
             PagedDecode(
                 tokens=tokens,

@@ -65,6 +65,7 @@ class FlashAttention3:
 
     graph_safe = True
     prefill_graph_safe = True
+    reads_whole_pages = False
 
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
         self._spec = spec

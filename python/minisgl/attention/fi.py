@@ -41,6 +41,7 @@ class FlashInfer:
     graph_safe = True
     prefill_graph_safe = False  # it plans prefills on the host
     upcasts = False
+    reads_whole_pages = False
 
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
         self.spec = spec

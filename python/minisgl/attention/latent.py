@@ -44,6 +44,7 @@ class LatentAttentionBackend:
     graph_safe = True
     prefill_graph_safe = True
     upcasts = False
+    reads_whole_pages = False
 
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
         self._spec = spec

@@ -73,6 +73,11 @@ class ModelAttention:
         """True if a CUDA graph may hold the attention of any step."""
         return all(layer.prefill.prefill_graph_safe for layer in self.layers)
 
+    @property
+    def reads_whole_pages(self) -> bool:
+        """True if a backend does; then a page must be cleared before a request gets it."""
+        return any(layer.prefill.reads_whole_pages or layer.decode.reads_whole_pages for layer in self.layers)
+
     def fits_graph(self, query_lens: Int32Array, kv_lens: Int32Array) -> bool:
         """Return True if a graph is the fastest way for a step that prefills and has few tokens.
 

@@ -97,6 +97,7 @@ class TorchAttention:
     graph_safe = False  # it pads rows to the longest one; a graph would have to pad them to the longest possible
     prefill_graph_safe = False
     upcasts = False
+    reads_whole_pages = True
 
     def __init__(self, spec: AttentionSpec, max_scores: int | None = None) -> None:
         """`max_scores`: the most scores (queries x keys) of a head that may be stored at a time; None: no limit.

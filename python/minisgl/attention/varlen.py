@@ -62,6 +62,7 @@ class VarlenAttention:
     graph_safe = False  # how much is copied depends on the lengths
     prefill_graph_safe = False
     upcasts = False
+    reads_whole_pages = False
 
     def __init__(self, spec: AttentionSpec) -> None:
         self._spec = spec

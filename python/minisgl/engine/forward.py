@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from minisgl.attention.base import AttentionInputs
@@ -26,6 +27,8 @@ from minisgl.kernel.recurrent_rows import RecurrentRows, SingleRows, captured_ro
 from minisgl.kvcache.pool import KVPool
 from minisgl.models.base import Model
 from minisgl.uploads import upload
+
+Int64Array: TypeAlias = NDArray[np.int64]
 
 if TYPE_CHECKING:  # needs CUDA's packages
     from minisgl.engine.sharded_logits import ShardedLogits
@@ -87,6 +90,14 @@ def pad_inputs(
     )
 
 
+def _last_pages(batch: Batch, page_size: int) -> Int64Array:
+    """Return the new pages that their rows do not fill, int64 [1, n]; with a windowed group [2, n], its own second."""
+    last = np.zeros(int(batch.slots.max()) + 1, dtype=np.int32)  # by slot: index of the row's last page
+    last[batch.slots] = (batch.start_pos + batch.query_lens - 1) // page_size
+    new = batch.new_pages  # [n, 3 or 4]: slot, index in its row, page, windowed page
+    return new[new[:, 1] == last[new[:, 0]], 2:].T.astype(np.int64)
+
+
 def _extended(array: Int32Array, count: int, value: int) -> Int32Array:
     return np.concatenate([array, np.full(count, value, dtype=np.int32)])
 
@@ -126,11 +137,16 @@ class StepRunner:
         self.ops = ops
         self.sampler = sampler
         self.sharded_logits = sharded_logits  # for captured decodes, if ranks keep their logits sharded
+        self._clears_pages = attention.reads_whole_pages
         self._row_numbers = torch.arange(len(state.lengths) + 1, dtype=torch.int32, device=state.device)
 
     def apply(self, batch: Batch) -> None:
-        """Update the slot state and the recurrent states for this step."""
+        """Update the slot state, new pages and the recurrent states for this step."""
         self.state.apply(batch)
+        if self._clears_pages and len(batch.new_pages) > 0:
+            pages = upload(_last_pages(batch, self.state.page_size), self.state.device)
+            for column, windowed in zip(pages, (False, True), strict=False):
+                self.kv.clear(column, windowed=windowed)
         self.kv.copy_states(batch.state_copies)
 
     def forward(self, batch: Batch) -> ForwardOutput:
@@ -244,7 +260,8 @@ class StepRunner:
             tokens = self.sampler.sample(logits, slots, self.state, batch.flags, bitmask)
         if wanted is None:
             return StepResult(tokens)
-        output = compute_logprobs(scored.__getitem__, tokens[rows].long(), scored.shape[1], wanted.top)
+        chosen = tokens[rows].long().clamp_(min=0)  # NO_TOKEN is no index
+        output = compute_logprobs(scored.__getitem__, chosen, scored.shape[1], wanted.top)
         return StepResult(tokens, output, forwarded.prompt_logprobs)
 
     def _processed(self, logits: Tensor, slots: Tensor, bitmask: Tensor | None) -> Tensor:

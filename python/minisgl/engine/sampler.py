@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from minisgl.core import Logprobs
+from minisgl.core import NO_TOKEN, Logprobs
 from minisgl.engine.logits_processing import mask_logits, process_logits
 from minisgl.engine.state import SlotState
 from minisgl.sampling_params import SamplingFlags
@@ -94,6 +94,8 @@ class Sampler(Protocol):
     ) -> Tensor:
         """Return tokens [S] int32 from the logits [S, V], which are not changed, of the rows in `slots` [S] int64.
 
+        A row whose logits have a NaN or no finite maximum gets NO_TOKEN, and any valid token in its slot. That costs no
+        launch: the host finds it among the tokens that it reads anyway.
         `flags` are those of all rows together, and save work. `bitmask` [S, ceil(V / 32)] int32 allows id 32 w + i if
         bit i of word w is set; None allows all.
         """
@@ -111,26 +113,23 @@ class TorchSampler:
             logits = process_logits(logits, slots, state, bitmask)
         elif bitmask is not None:
             logits = mask_logits(logits, bitmask)
+        # The first of the largest logits; a NaN counts as the largest. (`argmax` takes a CPU four times as long.)
+        largest, sampled = logits.max(dim=1)
         if SamplingFlags.SAMPLED in flags:
-            sampled = _draw(logits, slots, state, filtered=SamplingFlags.FILTERED in flags).int()
-        else:
-            sampled = _largest(logits).int()
+            sampled = torch.where(
+                state.temperature[slots] == 0.0,
+                sampled,
+                _draw(logits, slots, state, filtered=SamplingFlags.FILTERED in flags),
+            )
+        sampled = sampled.int()
         state.advance(slots, sampled)
-        return sampled
-
-
-def _largest(logits: Tensor) -> Tensor:
-    """Return the id of each row's largest logit, the first of equal ones: [S, V] -> [S] int64.
-
-    On a CPU `argmax` takes four times as long as `max` in 16 bits.
-    """
-    return logits.max(dim=1).indices if logits.is_cpu else logits.argmax(dim=1)
+        return torch.where(largest.isfinite(), sampled, NO_TOKEN)
 
 
 def _draw(logits: Tensor, slots: Tensor, state: SlotState, *, filtered: bool) -> Tensor:
+    """Return a token [S] int64 for each row; those of greedy rows are drawn at temperature 1."""
     temperature = state.temperature[slots].unsqueeze(1)
-    is_greedy = temperature == 0.0
-    probs = torch.softmax(logits.float() / torch.where(is_greedy, 1.0, temperature), dim=1)
+    probs = torch.softmax(logits.float() / torch.where(temperature == 0.0, 1.0, temperature), dim=1)
     if filtered:
         threshold = filter_threshold(probs, state.top_k[slots], state.top_p[slots], state.min_p[slots])
         probs = torch.where(probs >= threshold, probs, 0.0)
@@ -140,8 +139,7 @@ def _draw(logits: Tensor, slots: Tensor, state: SlotState, *, filtered: bool) ->
     # Below the total even if the product rounds up, so that the token has a probability above 0.
     target = torch.minimum(draw * total, torch.nextafter(total, torch.zeros_like(total)))
     chosen = torch.searchsorted(cdf, target, right=True).squeeze(1)
-    chosen.clamp_(max=logits.shape[1] - 1)  # NaN logits give at least a valid token
-    return torch.where(is_greedy.squeeze(1), _largest(logits), chosen)
+    return chosen.clamp_(max=logits.shape[1] - 1)  # NaN logits give at least a valid token
 
 
 _SCORED_ELEMENTS = 2**24  # logits scored at a time: 64 MiB in float32

@@ -48,6 +48,14 @@ class KVPool:
         self._states = [stack for (store, _), stack in stacked.items() if store.per == "slot"]  # [layers, rows, *shape]
         tensors: dict[tuple[Store, int], list[Tensor]] = {one: list(stack) for one, stack in stacked.items()}
         self._layers = [tuple(tensors[one].pop(0) for one in layer) for layer in layers]
+        # Paged tensors of both groups, as elements that every device can move by index.
+        self._paged: dict[bool, list[Tensor]] = {False: [], True: []}
+        for index, (stores, layer) in enumerate(zip(layout.layers, self._layers, strict=True)):
+            self._paged[index in layout.windowed] += [
+                tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+                for store, tensor in zip(stores, layer, strict=True)
+                if store.per == "token"
+            ]
         self.upcast_buffer: tuple[Tensor, Tensor] | None = None  # K and V of one layer at a time
         if layout.upcast:
             upcast_pages = layout.upcast_pages(num_pages, num_window_pages)
@@ -64,6 +72,11 @@ class KVPool:
     def states(self, layer: int) -> tuple[Tensor, ...]:
         """Return the states of a recurrent layer, one tensor [slots + 1 + snapshots, *shape] for each of its stores."""
         return self._layers[layer]
+
+    def clear(self, pages: Tensor, *, windowed: bool) -> None:
+        """Write zeros to pages [n] int64 of a group, in which an earlier request may have left NaN."""
+        for tensor in self._paged[windowed]:
+            tensor.index_fill_(0, pages, 0)
 
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the states of all layers from row to row, one pair (from, to) after another."""

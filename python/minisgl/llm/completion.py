@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NotRequired, TypedDict
 
-from minisgl.core import FinishReason
+from minisgl.core import ErrorCause, FinishReason
 from minisgl.message.to_api import OutputDelta
 from minisgl.message.types import PositionLogprobs, unpack_ids
 from minisgl.sampling_params import SamplingParams
@@ -29,6 +29,7 @@ class Answer:
 
     completion: Completion
     vector: bytes = b""  # vector of a pooled prompt: little-endian float32
+    cause: ErrorCause | None = None  # of an error, if it is one of these
 
     def __init__(self, sampling: SamplingParams) -> None:
         self._sampling = sampling
@@ -43,7 +44,7 @@ class Answer:
         self._logprobs += piece.logprobs
         self._prompt_logprobs += piece.prompt_logprobs
         if piece.finish is not None:
-            self.vector = piece.vector
+            self.vector, self.cause = piece.vector, piece.cause
             self.completion = self._complete(piece.finish, piece.cached_tokens)
             self._texts.clear()
             self._ids.clear()

@@ -242,8 +242,11 @@ class LLM:
         for one in ids:
             room_for_output(len(one), 0, self._engine.limits)
         answers = self._run(ids, [params] * len(ids), use_tqdm, continues=False)
-        if any(answer.completion["finish_reason"] == "error" for answer in answers):
-            raise RuntimeError("the device has too little memory for one of the prompts alone")
+        for answer in answers:
+            if answer.cause == "logits_not_finite":
+                raise RuntimeError("the model computes NaN or infinite values for one of the prompts")
+            if answer.completion["finish_reason"] == "error":
+                raise RuntimeError("the device has too little memory for one of the prompts alone")
         return [np.frombuffer(answer.vector, dtype="<f4") for answer in answers]
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from minisgl.core import FinishReason
+from minisgl.core import ErrorCause, FinishReason
 from minisgl.message.engine_state import StateReport
 from minisgl.message.types import Flushed, PackedIds, PositionLogprobs, Report
 
@@ -54,7 +54,7 @@ class OutputDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     stop_reason: str | int | None = None  # in the last delta: the stop string or stop token that ended it
     logprobs: list[PositionLogprobs] = []  # one for each id, if asked for
     prompt_logprobs: list[PositionLogprobs] = []  # in the first delta, if asked for: of all ids but the first
-    excluded: bool = False  # in the last delta: the error is that no allowed token could follow the grammar
+    cause: ErrorCause | None = None  # in the last delta: of an error, if it is one of these
     admitted: float | None = None  # in the last delta: when its first step was planned, by `perf_counter`
     vector: bytes = b""  # in the only delta of a pooled prompt: little-endian float32
 

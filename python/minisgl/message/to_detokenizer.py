@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from minisgl.core import FinishReason
+from minisgl.core import ErrorCause, FinishReason
 from minisgl.message.engine_state import StateReport
 from minisgl.message.types import Flushed, LogprobRows, PackedIds, Report, TextOptions
 
@@ -27,7 +27,7 @@ class End(msgspec.Struct, frozen=True, array_like=True):
     seq_id: int
     reason: FinishReason
     stop_token: int | None = None  # token that ended it, which is not part of the text
-    excluded: bool = False  # the error is that `allowed_token_ids` and the grammar allow no common token
+    cause: ErrorCause | None = None  # of an error, if it is one of these
 
 
 class Pooled(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -12,7 +12,7 @@ from itertools import islice
 import numpy as np
 
 from minisgl.config.scheduler import SchedulePolicy
-from minisgl.core import FinishReason, IndexArray, Int32Array
+from minisgl.core import ErrorCause, FinishReason, IndexArray, Int32Array
 from minisgl.kvcache.base import CacheHandle
 from minisgl.message.engine_state import SequenceState
 from minisgl.message.to_detokenizer import End, Open, StepOutput
@@ -84,11 +84,16 @@ class RequestLifecycle:
         self.retractions += 1
 
     def end(
-        self, request: Request, reason: FinishReason, stop_token: int | None = None, *, excluded: bool = False
+        self,
+        request: Request,
+        reason: FinishReason,
+        *,
+        stop_token: int | None = None,
+        cause: ErrorCause | None = None,
     ) -> None:
         """Mark the request as ended; `retire` gives back what it holds."""
         del self._by_seq_id[request.seq_id]
-        self.report.ended.append(End(request.seq_id, reason, stop_token, excluded))
+        self.report.ended.append(End(request.seq_id, reason, stop_token, cause))
         if request.state is RequestState.RUNNING:
             self._stop_running(request.slot)
             self._retiring.append(request.slot)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 
-from minisgl.core import AnyArray, Batch, IndexArray, Int32Array, StepResult
+from minisgl.core import NO_TOKEN, AnyArray, Batch, IndexArray, Int32Array, StepResult
 from minisgl.message.to_detokenizer import Pooled
 from minisgl.message.types import pack_ids
 from minisgl.scheduler.lifecycle import RequestLifecycle
+from minisgl.scheduler.request import Request
 from minisgl.scheduler.table import SlotTable
 from minisgl.scheduler.token_scores import report_logprobs, report_prompt
 from minisgl.structured_output.protocol import Grammars, Progress
+
+logger = logging.getLogger(__name__)
 
 
 class StepResults:
@@ -23,6 +28,7 @@ class StepResults:
         self._requests = requests
         self._eos = np.asarray(eos_token_ids, dtype=np.int32)
         self._grammars = grammars
+        self._has_logged = False  # that a model's output is not finite
 
     def take(self, batch: Batch, result: StepResult[AnyArray]) -> None:
         """Report tokens or vectors of the rows that sample, and end the requests that are complete."""
@@ -37,6 +43,9 @@ class StepResults:
         for slot, vector in zip(slots.tolist(), vectors, strict=True):
             if self._table.live[slot]:
                 request = self._table.request(slot)
+                if not np.isfinite(vector).all():
+                    self._fail(request)
+                    continue
                 self._requests.report.pooled.append(Pooled(request.seq_id, vector.astype("<f4").tobytes()))
                 self._requests.end(request, "stop")
 
@@ -45,6 +54,11 @@ class StepResults:
         if batch.logprobs is not None:
             report_logprobs(self._requests.report, table, batch, batch.logprobs, result)
         live = table.live[slots]  # tokens of requests that ended while the step ran are dropped
+        failed = live & (tokens == NO_TOKEN)
+        if failed.any():
+            for slot in slots[failed].tolist():
+                self._fail(table.request(slot))
+            live &= ~failed
         slots, tokens = slots[live], tokens[live]
         table.tokens[slots, table.known_len[slots]] = tokens
         table.known_len[slots] += 1
@@ -60,7 +74,8 @@ class StepResults:
         for row in sorted(ended | by_grammar.keys()):
             request = self._table.request(int(slots[row]))
             if by_grammar.get(row) in (Progress.FAILED, Progress.EXCLUDED):
-                self._requests.end(request, "error", excluded=by_grammar[row] is Progress.EXCLUDED)
+                is_excluded = by_grammar[row] is Progress.EXCLUDED
+                self._requests.end(request, "error", cause="no_allowed_token" if is_excluded else None)
             elif stop[row]:
                 self._requests.end(request, "stop", stop_token=int(tokens[row]))
             elif row in by_grammar:
@@ -80,6 +95,17 @@ class StepResults:
         found = zip(rows.tolist(), progress, strict=True)
         return {row: progress for row, progress in found if progress is not Progress.OPEN}
 
+    def _fail(self, request: Request) -> None:
+        """End a request for which the model computed NaN or infinite values."""
+        self._requests.end(request, "error", cause="logits_not_finite")
+        if not self._has_logged:
+            self._has_logged = True
+            logger.error(
+                "the model computed NaN or infinite values for the request %s, which ends with an error; its weights "
+                "may be damaged, or too large for the dtype. Further cases are not logged",
+                request.request_id or request.seq_id,
+            )
+
     def _end_unsampled(self, batch: Batch) -> None:
         """End the requests without output tokens (max_tokens = 0) whose last chunk was in this step."""
         table, slots = self._table, batch.slots.astype(np.intp)
@@ -87,6 +113,9 @@ class StepResults:
         done &= batch.start_pos + batch.query_lens == table.max_len[slots] - 1
         for slot in slots[done].tolist():
             request = self._table.request(slot)
+            if any(np.isnan(scores.chosen).any() for scores in request.prompt_scores):
+                self._fail(request)
+                continue
             if request.prompt_scores:
                 report_prompt(self._requests.report, table, request)
             self._requests.end(request, "length")

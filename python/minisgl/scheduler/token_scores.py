@@ -6,7 +6,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minisgl.core import AnyArray, Batch, BoolArray, IndexArray, Int32Array, Logprobs, ScoredTokens, StepResult
+from minisgl.core import (
+    NO_TOKEN,
+    AnyArray,
+    Batch,
+    BoolArray,
+    IndexArray,
+    Int32Array,
+    Logprobs,
+    ScoredTokens,
+    StepResult,
+)
 from minisgl.message.to_detokenizer import StepOutput
 from minisgl.message.types import LogprobRows, pack_ids
 from minisgl.sampling_params import SamplingFlags
@@ -71,7 +81,7 @@ def report_logprobs(
     Log-probabilities of requests that have ended since the step was planned are dropped.
     """
     slots = batch.slots[batch.needs_sample].astype(np.intp)
-    live = table.live[slots[scored.rows]]
+    live = table.live[slots[scored.rows]] & (result.tokens[scored.rows] != NO_TOKEN)
     if result.logprobs is not None and live.any():
         rows = scored.rows[live]
         report.logprobs = pack_logprobs(

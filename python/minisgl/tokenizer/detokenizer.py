@@ -145,7 +145,7 @@ class _Sequence:
         if stop is not None:
             return OutputDelta(end.seq_id, ids, shown + text, "stop", self.cached_tokens, stop, admitted=self.admitted)
         last = OutputDelta(end.seq_id, ids, shown + text, end.reason, self.cached_tokens, end.stop_token)
-        return msgspec.structs.replace(last, excluded=end.excluded, admitted=self.admitted)
+        return msgspec.structs.replace(last, cause=end.cause, admitted=self.admitted)
 
 
 class StopMatcher:

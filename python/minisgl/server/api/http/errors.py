@@ -9,10 +9,12 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Scope
 
+from minisgl.core import ErrorCause
 from minisgl.sampling_params import CONTEXT_LENGTH_EXCEEDED, InvalidRequest
 from minisgl.server.api.http.request_head import speaks_anthropic
 
 RETRY_AFTER_SECONDS = 1
+NOT_FINITE = "the model's logits are NaN or infinite, so no token can be chosen"
 NO_RETRY = {"x-should-retry": "false"}  # the same request would end in the same way
 
 
@@ -217,16 +219,15 @@ def unhealthy(seconds: float) -> ApiError:
     return _unavailable(f"the engine has given no sign of life for {seconds:.0f} seconds", "unhealthy")
 
 
-def generation_failed() -> ApiError:
+def generation_error(cause: ErrorCause | None, field_names: Mapping[str, str]) -> ApiError:
     """Return the error of a sequence that failed in the engine."""
+    if cause == "no_allowed_token":  # its grammar and its `allowed_token_ids` exclude each other
+        field = "allowed_token_ids"
+        message = f"{field} have no token that can follow the grammar of the answer at this point"
+        return invalid_request(InvalidRequest(field, message), field_names)
+    if cause == "logits_not_finite":
+        return ApiError(500, NOT_FINITE, type="server_error", code=cause, headers=NO_RETRY)
     return ApiError(500, "the generation failed in the server", type="server_error", code="generation_error")
-
-
-def no_allowed_token(field_names: Mapping[str, str]) -> ApiError:
-    """Return the error of a grammar and `allowed_token_ids` that exclude each other, found during generation."""
-    field = "allowed_token_ids"
-    message = f"{field} have no token that can follow the grammar of the answer at this point"
-    return invalid_request(InvalidRequest(field, message), field_names)
 
 
 def internal_error() -> ApiError:

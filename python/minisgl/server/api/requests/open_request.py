@@ -17,7 +17,7 @@ from minisgl.core import FinishReason
 from minisgl.message.to_api import Accepted, Echo, OutputDelta
 from minisgl.message.to_tokenizer import GenerateOptions, Prompt
 from minisgl.message.types import PackedIds, PositionLogprobs, num_ids, unpack_ids
-from minisgl.server.api.http.errors import generation_failed, no_allowed_token
+from minisgl.server.api.http.errors import generation_error
 from minisgl.server.api.metrics import RequestMetrics, SequenceClock
 
 
@@ -205,8 +205,7 @@ class OpenRequest:
         if output.finish is not None:
             clock.end(output.finish, now, output.admitted)
             if output.finish in ("abort", "error"):
-                names = self.field_names(output.seq_id)
-                self.fail(no_allowed_token(names) if output.excluded else generation_failed())
+                self.fail(generation_error(output.cause, self.field_names(output.seq_id)))
                 return
         delta = self._pending.get(index)
         if delta is None:

@@ -1,0 +1,96 @@
+"""A model that computes NaN for some prompts: these end with an error that says so, and all others are exact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import torch
+
+from minisgl import LLM
+from minisgl.sampling_params import Grammar, SamplingParams
+from support.server import Server
+from support.unicode_tokenizer import save_unicode_tokenizer
+
+BAD = 200  # token whose embedding is NaN
+BAD_PROMPT = [*range(2, 10), BAD, *range(20, 30)]
+GOOD_PROMPTS = [list(range(start, start + 19)) for start in (2, 30, 60, 90, 120)]
+MESSAGE = "the model's logits are NaN or infinite, so no token can be chosen"
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    folder = tmp_path_factory.mktemp("models") / "damaged"
+    folder.mkdir()
+    config = Qwen3Config(
+        vocab_size=save_unicode_tokenizer(folder),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[BAD] = torch.nan
+        model.lm_head.weight[BAD] = 0.0  # its logit is never the largest
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_bad_prompt_ends_alone(damaged: Path, overlap: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Bad and good prompts share steps, and good ones get the pages that bad ones had."""
+    params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0)
+    with LLM(str(damaged), page_size=8, num_page_override=24, overlap=overlap) as llm:
+        expected = [answer["token_ids"] for answer in llm.generate(GOOD_PROMPTS, params)]
+        assert all(len(ids) == 12 for ids in expected)
+        variants = [
+            SamplingParams(max_tokens=12, temperature=0.0),
+            SamplingParams(max_tokens=12, temperature=1.0, top_p=0.9, logprobs=2, prompt_logprobs=1),
+            SamplingParams(max_tokens=12, presence_penalty=1.0),
+            SamplingParams(max_tokens=12, grammar=Grammar("regex", "a+")),
+            SamplingParams(max_tokens=0, prompt_logprobs=1),
+        ]
+        for one in variants:
+            prompts = [BAD_PROMPT, *GOOD_PROMPTS[:2], BAD_PROMPT[5:], *GOOD_PROMPTS[2:]]
+            answers = llm.generate(prompts, [one if BAD in prompt else params for prompt in prompts])
+            reasons = [answer["finish_reason"] for answer in answers]
+            assert reasons == ["error", "length", "length", "error", "length", "length", "length"]
+            assert [answer["token_ids"] for answer in answers if answer["finish_reason"] == "length"] == expected
+            assert [answers[0]["token_ids"], answers[3]["token_ids"]] == [[], []]
+        llm.check_idle()
+    assert caplog.text.count("the model computed NaN or infinite values") == 1
+
+
+def test_a_server_names_the_error(damaged: Path) -> None:
+    with Server("--model", str(damaged), "--page-size", "8", "--num-pages", "64") as server:
+        body = {"max_tokens": 8, "ignore_eos": True, "temperature": 0}
+        url = f"{server.url}/v1/completions"
+        good = httpx.post(url, json={**body, "prompt": GOOD_PROMPTS[0]}, timeout=120).json()
+        bad = httpx.post(url, json={**body, "prompt": BAD_PROMPT}, timeout=120)
+        assert (bad.status_code, bad.headers["x-should-retry"]) == (500, "false")
+        assert bad.json()["error"] == {
+            "message": MESSAGE,
+            "type": "server_error",
+            "param": None,
+            "code": "logits_not_finite",
+        }
+        with pytest.raises(openai.APIError, match="NaN or infinite"):
+            list(server.client.completions.create(model="damaged", prompt=BAD_PROMPT, stream=True))
+        again = httpx.post(url, json={**body, "prompt": GOOD_PROMPTS[0]}, timeout=120).json()
+        assert again["choices"][0]["text"] == good["choices"][0]["text"]
+        metrics = httpx.get(f"{server.url}/metrics", timeout=120).text
+        assert 'vllm:request_success_total{finished_reason="error",model_name="damaged"} 2.0' in metrics
+        server.wait_idle()
+        assert len([line for line in server.log if "the model computed NaN or infinite values" in line]) == 1
