@@ -16,6 +16,7 @@ from pathlib import Path
 
 from measuring.profiler import Profiler
 from minisgl.cli import parse_args
+from minisgl.process.machine import raise_open_files
 from minisgl.process.worker import Worker
 from minisgl.server.supervisor import Supervisor, bind
 
@@ -56,6 +57,7 @@ def api(worker: Worker) -> None:
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     config, find = parse_args(sys.argv[1:])
+    raise_open_files(config.http.max_queued_requests)
     listener = bind(config.host, config.port)
     folders = find()
     entries = {kind: f"measuring.pipeline_server:{kind}" for kind in ENTRIES}

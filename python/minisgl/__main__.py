@@ -16,7 +16,7 @@ from minisgl.logs import configure_logging, set_up_logging
 from minisgl.models.config.generation_config import load_sampling_defaults
 from minisgl.models.config.load_config import load_engine_model
 from minisgl.pooling.pooling_config import NO_TEXT
-from minisgl.process.machine import open_standard_streams
+from minisgl.process.machine import open_standard_streams, raise_open_files
 from minisgl.server.api.tracing import check_otel
 from minisgl.server.supervisor import Supervisor, bind
 
@@ -36,6 +36,7 @@ def main() -> int:
     try:
         config, find = parse_args(sys.argv[1:])
         configure_logging(config.log_level, config.log_format)
+        raise_open_files(config.http.max_queued_requests)
         if config.shell:
             from minisgl.shell.shell_process import check_packages
 

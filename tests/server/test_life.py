@@ -267,6 +267,16 @@ def test_a_low_limit_of_open_files_is_reported(folder: Path) -> None:
         check_open_files(server, 512)
 
 
+@pytest.mark.parametrize("limit", [10, 20, 100])
+def test_too_few_open_files_are_refused_in_one_line(folder: Path, limit: int) -> None:
+    """Before, the first of many calls to find none left ended the server, with its traceback."""
+    command = f"ulimit -n {limit} && exec {sys.executable} -m minisgl --port 0 --model {folder}"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"minisgl: error: a process may open only {limit} files (RLIMIT_NOFILE)")
+
+
 SIGNAL_WHILE_LOGGING = """
 import logging, os, signal, sys
 from minisgl.__main__ import main

@@ -50,7 +50,8 @@ def open_standard_streams() -> None:
 def raise_open_files(max_queued_requests: int) -> int:
     """Raise the soft limit of open files as far as useful and allowed; return it.
 
-    Processes started afterwards inherit it. Logs a warning if the limit is too low for this many clients.
+    Processes started afterwards inherit it. ConfigError if the server could not even start, and a warning in the log if
+    the limit is too low for this many clients.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
@@ -58,6 +59,12 @@ def raise_open_files(max_queued_requests: int) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         soft = wanted
     limit = MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else soft
+    if limit < FILES_BESIDE_CONNECTIONS:
+        raise ConfigError(
+            f"a process may open only {limit} files (RLIMIT_NOFILE), and the server's processes need "
+            f"{FILES_BESIDE_CONNECTIONS} and one for each connection: raise the hard limit (ulimit -Hn, systemd's "
+            "LimitNOFILE=, docker run --ulimit nofile=65535)"
+        )
     if limit < max_queued_requests + FILES_BESIDE_CONNECTIONS:
         logger.warning(
             "a process may open %d files, too few for the connections of --max-queued-requests %d: later clients will "

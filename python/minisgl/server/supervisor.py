@@ -24,7 +24,7 @@ from minisgl.limits import Limits
 from minisgl.message.control import Drain, Drained, Failed, Phase, Progress, Ready, Serve, Shutdown, Start, ToSupervisor
 from minisgl.process.child import Child, start_worker
 from minisgl.process.hang_watch import RankWatch
-from minisgl.process.machine import cpu_environment, make_run_dir, raise_open_files
+from minisgl.process.machine import cpu_environment, make_run_dir
 from minisgl.shell.shell_process import ShellProcess, origin
 
 logger = logging.getLogger(__name__)
@@ -162,7 +162,6 @@ class Supervisor:
     # --- start ------------------------------------------------------------------------------------------------
 
     def _launch(self) -> None:
-        raise_open_files(self._config.http.max_queued_requests)
         for rank in range(self._config.engine.tp_size):
             self._start(f"scheduler-{rank}", "scheduler", rank)
         for index in range(self._config.num_tokenizers):
