@@ -7,7 +7,7 @@ All ranks of a group run the same ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -60,35 +60,22 @@ def measure(
     windowed group, if there is one.
     """
     pools = (num_pages,) if num_window_pages is None else (num_pages, num_window_pages)
-
-    random = np.random.default_rng(0)
-
-    def plan(rows: int, start_pos: int, query_len: int, chunk: int = 0) -> Batch:
-        """Return a step of equal rows and the first `chunk` tokens of one more prompt."""
-        token_ids = list(random.integers(vocab_size, size=(rows, start_pos + query_len), dtype=np.int32))
-        starts = [start_pos] * rows
-        if chunk:
-            token_ids.append(random.integers(vocab_size, size=chunk, dtype=np.int32))
-            starts.append(0)
-        return _batch(token_ids, starts, pools, page_size)
-
+    steps = _RandomSteps(np.random.default_rng(0), vocab_size, pools, page_size)
     large = min(LARGE_CHUNK, max_prefill_tokens, max_seq_len - 1)
     small = min(SMALL_CHUNK, large // 2)
     chunk_context = min(LONG_CONTEXT, max_seq_len - 1 - small)
     rows, context = min(DECODES, num_slots), min(DECODE_CONTEXT, max_seq_len - 2)
     if small < 2 or chunk_context < 1 or context < 2:
         return None
-    many, many_context = min(MANY_DECODES, num_slots - 1), min(MANY_CONTEXT, max_seq_len - 2)
-    mixed_tokens = min(MIXED_TOKENS, large)
+    many = _ManyDecodes(min(MANY_DECODES, num_slots - 1), min(MANY_CONTEXT, max_seq_len - 2), min(MIXED_TOKENS, large))
     # Short steps are launched after a long prompt, so that the device never waits for the host, which may need longer
     # to launch a step than the device to run it.
     series: list[tuple[Batch, ...]] = [
-        (plan(1, 0, large), plan(1, 0, small), plan(rows, 1, 1)),
-        (plan(1, 0, large), plan(1, chunk_context, small), plan(rows, context, 1)),
+        (steps.plan(1, 0, large), steps.plan(1, 0, small), steps.plan(rows, 1, 1)),
+        (steps.plan(1, 0, large), steps.plan(1, chunk_context, small), steps.plan(rows, context, 1)),
     ]
-    if has_many := many >= 2 * DECODES and mixed_tokens >= 2 * many:
-        with_chunk = plan(many, many_context, 1, chunk=mixed_tokens - many)
-        series.append((plan(1, 0, large), plan(1, 0, mixed_tokens), with_chunk, plan(many, 1, 1)))
+    if many.fits:
+        series.append((steps.plan(1, 0, large), *many.plan(steps)))
     # The runs of a kind are spread over rounds, so that a short disturbance does not affect all of them.
     rounds = [[seconds for batches in series for seconds in seconds_of(batches)] for _ in range(RUNS)]
     fastest = list(map(min, zip(*rounds, strict=True)))
@@ -107,19 +94,59 @@ def measure(
         decode_context=max((long_decodes - decodes) / (rows * (context - 1)), 0.0),
         fixed=fixed,
     )
-    if not has_many:
-        return cost
-    _, prompt, mixed, many_decodes = fastest[6:]
-    # Steps with equally many tokens: their products take equally long, at any clock rate of the GPU.
-    chunk_attention = attended * (mixed_tokens**2 - (mixed_tokens - many) ** 2) / 2
-    more = mixed - (prompt - chunk_attention) - cost.decode_context * many * many_context
-    alone_row = max((many_decodes - decodes) / (many - rows) - cost.decode_context, 0.0)
-    return replace(
-        cost,
-        decode_row=token + max(more / many, 0.0),
-        alone_row=alone_row,
-        alone_fixed=max(decodes - rows * (alone_row + cost.decode_context), 0.0),
-    )
+    return many.refine(cost, fastest[7:], rows, decodes) if many.fits else cost
+
+
+@dataclass(frozen=True, slots=True)
+class _RandomSteps:
+    """Plans of steps of random text."""
+
+    random: np.random.Generator
+    vocab_size: int
+    pools: Sequence[int]  # number of pages of each group
+    page_size: int
+
+    def plan(self, rows: int, start_pos: int, query_len: int, chunk: int = 0) -> Batch:
+        """Return a step of equal rows and the first `chunk` tokens of one more prompt."""
+        token_ids = list(self.random.integers(self.vocab_size, size=(rows, start_pos + query_len), dtype=np.int32))
+        starts = [start_pos] * rows
+        if chunk:
+            token_ids.append(self.random.integers(self.vocab_size, size=chunk, dtype=np.int32))
+            starts.append(0)
+        return _batch(token_ids, starts, self.pools, self.page_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _ManyDecodes:
+    """Measurement of many decodes, with a chunk and alone."""
+
+    rows: int
+    context: int  # tokens before each decode that runs with a chunk
+    mixed_tokens: int  # of the step with a chunk
+
+    @property
+    def fits(self) -> bool:
+        """True if the engine has room for so many decodes that they differ from few."""
+        return self.rows >= 2 * DECODES and self.mixed_tokens >= 2 * self.rows
+
+    def plan(self, steps: _RandomSteps) -> tuple[Batch, ...]:
+        """Return a prompt, decodes with a chunk, as many tokens in all as the prompt has, and decodes alone."""
+        with_chunk = steps.plan(self.rows, self.context, 1, chunk=self.mixed_tokens - self.rows)
+        return steps.plan(1, 0, self.mixed_tokens), with_chunk, steps.plan(self.rows, 1, 1)
+
+    def refine(self, cost: StepCost, seconds: Sequence[float], few: int, seconds_of_few: float) -> StepCost:
+        """Return the coefficients with those of decodes, from the seconds of `plan` and of `few` decodes alone."""
+        prompt, mixed, alone = seconds
+        # Steps with equally many tokens: their products take equally long, at any clock rate of the GPU.
+        chunk_attention = cost.prefill_context * (self.mixed_tokens**2 - (self.mixed_tokens - self.rows) ** 2) / 2
+        more = mixed - (prompt - chunk_attention) - cost.decode_context * self.rows * self.context
+        alone_row = max((alone - seconds_of_few) / (self.rows - few) - cost.decode_context, 0.0)
+        return replace(
+            cost,
+            decode_row=cost.prefill_token + max(more / self.rows, 0.0),
+            alone_row=alone_row,
+            alone_fixed=max(seconds_of_few - few * (alone_row + cost.decode_context), 0.0),
+        )
 
 
 def _batch(token_ids: Sequence[Int32Array], starts: Sequence[int], pools: Sequence[int], page_size: int) -> Batch:
