@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import numpy as np
@@ -229,14 +230,17 @@ def test_closing_frees_the_logits_of_a_step_that_was_not_sampled(monkeypatch: py
 
 @pytest.mark.parametrize("tp_size", [2, 4])
 def test_a_rank_that_dies_ends_the_call_that_needs_it(tp_size: int) -> None:
-    """The error names the rank that died, and not one that fails for want of it."""
-    with LLM("demo", max_running_req=2, tp_size=tp_size) as llm:
+    """The error names the rank that died, also once it has been silent for longer than a rank that hangs."""
+    with LLM("demo", max_running_req=2, tp_size=tp_size, hang_timeout=2.0) as llm:
         last = llm._ranks._children[-1]
         threading.Timer(0.3, last.process.kill).start()
         params = SamplingParams(max_tokens=2000, ignore_eos=True)
-        for _ in range(2):
+        for seconds in (0.0, 3.5):
+            sleep(seconds)
             with pytest.raises(RuntimeError, match=f"scheduler-{tp_size - 1}: it died"):
                 llm.generate(["abc"] * 50, params)
+        llm._ranks.end_if_lost()  # as `close` does first
+        assert all(child.process.poll() is not None for child in llm._ranks._children)
 
 
 def test_a_rank_that_is_stopped_ends_the_call_that_needs_it() -> None:

@@ -256,6 +256,7 @@ class LLM:
         with self._lock:
             if self._open:
                 self._open = False
+                self._ranks.end_if_lost()
                 self._engine.close()
                 self._ranks.close()
                 self._validator.close()

@@ -66,10 +66,12 @@ class RankProcesses:
         ]
 
     def check(self) -> None:
-        """Raise RankLost if a rank's process has ended."""
-        for child in self._children:
-            if child.process.poll() is not None:
-                raise self._lost(child)
+        """Raise RankLost if a rank's process has ended; it names one that was killed before any that failed."""
+        if ended := self._ended():
+            raise self._lost(min(ended, key=lambda child: child.process.returncode >= 0))
+
+    def _ended(self) -> list[Child]:
+        return [child for child in self._children if child.process.poll() is not None]
 
     def _lost(self, child: Child, message: ToSupervisor | None = None) -> RankLost:
         """Return an error with the process's message of its failure, if it sent one."""
@@ -116,7 +118,7 @@ class RankProcesses:
     def look(self) -> None:
         """Read the ranks' messages. If one hangs, end all, so that rank 0's collective fails and `check` says why."""
         with self._reading:
-            if self._closed.is_set() or self._hang is not None:
+            if self._closed.is_set() or self._hang is not None or self._ended():
                 return
             for child in self._children:
                 while isinstance(message := child.pipe.receive_within(0), Progress):
@@ -137,6 +139,16 @@ class RankProcesses:
                     raise self._lost(child, message)
             child.pipe.send(Serve(limits))
         return [Outbox(self._context, self.addresses.rank(rank)) for rank, _ in enumerate(self._children, start=1)]
+
+    def end_if_lost(self) -> None:
+        """If a rank has ended, end the others, which wait for it: leaving NCCL's group may wait for them.
+
+        No `check` may follow: it could not tell any more which rank was the first.
+        """
+        if self._ended():
+            for child in self._children:
+                child.process.kill()
+                child.process.wait()
 
     def close(self) -> None:
         self._closed.set()
