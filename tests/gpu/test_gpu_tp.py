@@ -17,8 +17,9 @@ import torch.multiprocessing as multiprocessing
 
 from minisgl import LLM, SamplingParams
 from minisgl.distributed.nccl import NcclTP
+from minisgl.engine.state import SlotState
 from minisgl.kernel.base import Norm
-from minisgl.sampling_params import Grammar
+from minisgl.sampling_params import Grammar, SamplingFlags
 from support.gpus import over_gpus
 
 pytestmark = pytest.mark.gpu
@@ -84,6 +85,7 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
             wrong.append(f"gather of {rows} rows")
 
     wrong += [f"graphs of {rows} rows, replay {epoch}" for rows in (8, 64) for epoch in replays(tp, values, rows)]
+    wrong += [f"tokens of {rows} rows" for rows in (8, 64) if not samples_sharded(tp, device, rows)]
     tp.check()
     error = ""
     if rank < size - 1:  # the last one stops
@@ -126,9 +128,36 @@ def replays(tp: NcclTP, values: Callable[[int, int], list[torch.Tensor]], rows: 
     return wrong
 
 
+def samples_sharded(tp: NcclTP, device: torch.device, rows: int) -> bool:
+    """Return True if logits that lie on all GPUs give the tokens of whole ones, greedily and with filters."""
+    from minisgl.engine.cuda_sampler import CudaSampler
+
+    ids = 1024
+    sampler, slots = CudaSampler(device), torch.arange(rows, device=device)
+    shared = tp.share_rows(rows, ids, torch.bfloat16)
+    assert shared is not None
+    states = [SlotState(num_slots=rows, max_seq_len=64, page_size=16, scratch_page=0, device=device) for _ in range(2)]
+    for state in states:
+        state.seed[:rows] = slots
+        state.temperature[:rows] = slots % 4 * 0.5
+        state.top_k[: rows // 2] = 50
+        state.top_p[: rows // 2] = 0.9
+    generator, alike = torch.Generator(device).manual_seed(rows), True
+    for _ in range(20):
+        logits = torch.randn((rows, tp.size * ids), device=device, generator=generator).mul(4).bfloat16()
+        tp.all_reduce(torch.zeros((8, ROW), device=device))  # as in a step: all ranks have sampled the one before
+        shared.own.copy_(logits[:, tp.rank * ids : (tp.rank + 1) * ids])
+        got = sampler.sample_sharded(shared.own, slots, states[0], tp, shared.addresses, tp.size * ids)
+        flags = SamplingFlags.SAMPLED | SamplingFlags.FILTERED
+        alike &= torch.equal(got, sampler.sample(logits, slots, states[1], flags))
+    return alike
+
+
 @over_gpus(2, 4)
 def test_gpus_sum_without_nccl(tp_size: int, tmp_path: Path) -> None:
-    """Sums are exact eagerly and in graphs, in one shot and in two, in 5,200 calls; a rank that stops is named."""
+    """Sums are exact eagerly and in graphs, in one shot and in two, in 5,200 calls; sharded logits give the tokens of
+    whole ones; a rank that stops is named.
+    """
     multiprocessing.spawn(run_rank, args=(tp_size, tmp_path), nprocs=tp_size, join=True)
     results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(tp_size)]
     assert [used for used, _, _ in results] == [True] * tp_size
