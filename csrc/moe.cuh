@@ -46,8 +46,8 @@ constexpr bool WIDE = sizeof(Key) == 8;
 constexpr unsigned LAST_EXPERT = 0x1fff;
 
 __device__ __forceinline__ Key key_of(float logit, int expert) {
-  unsigned order = order_of(logit), behind = LAST_EXPERT - expert;
-  return WIDE ? (unsigned long long)order << 32 | behind : order & ~LAST_EXPERT | behind;
+  unsigned order = order_of(logit), reversed = LAST_EXPERT - expert;
+  return WIDE ? (unsigned long long)order << 32 | reversed : order & ~LAST_EXPERT | reversed;
 }
 __device__ __forceinline__ float logit_of(unsigned long long key) { return of_order(key >> 32); }
 __device__ __forceinline__ float logit_of(unsigned key) {

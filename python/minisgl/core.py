@@ -1,4 +1,4 @@
-"""Types that scheduler and engine share: the plan of a step, and its result.
+"""Types that scheduler and engine share: the plan of a step, and its result; and a node of the prefix cache.
 
 Pure: no torch, no I/O. Token ids are NumPy int32 arrays; lengths and positions count tokens.
 """

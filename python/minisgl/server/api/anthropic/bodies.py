@@ -46,8 +46,8 @@ class OutputConfig(Options):
     format: OutputFormat | None = Field(default=None, description="Form that the answer must have.")
 
 
-class ConversationBody(Body):
-    """Fields that make the prompt."""
+class AnthropicBody(Body):
+    """Fields of both routes, which make the prompt."""
 
     not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"mcp_servers": EMPTY, "fallbacks": EMPTY}
     no_effect: ClassVar[frozenset[str]] = frozenset(
@@ -103,13 +103,13 @@ class ConversationBody(Body):
     chat_template_kwargs: TemplateKwargs = Field({})
 
 
-class CountTokensBody(ConversationBody):
+class CountTokensBody(AnthropicBody):
     """POST /v1/messages/count_tokens"""
 
     example_fields: ClassVar[tuple[str, ...]] = ("messages",)
 
 
-class MessagesBody(ConversationBody):
+class MessagesBody(AnthropicBody):
     """POST /v1/messages"""
 
     example_fields: ClassVar[tuple[str, ...]] = ("messages", "max_tokens")

@@ -13,7 +13,7 @@ from typing import Any
 
 from minisgl.limits import Limits
 from minisgl.sampling_params import InvalidRequest
-from minisgl.server.api.anthropic.bodies import ConversationBody, MessagesBody, OutputFormat
+from minisgl.server.api.anthropic.bodies import AnthropicBody, MessagesBody, OutputFormat
 from minisgl.server.api.bodies.conversation import Message, member, optional_member
 from minisgl.server.api.bodies.read_body import validate
 from minisgl.server.api.bodies.route_bodies import ChatBody
@@ -29,7 +29,7 @@ NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}  #
 SAME = ("temperature", "top_k", "top_p", "max_tokens", "stream", "cache_salt", "request_id", "priority")
 
 
-def chat_body(body: ConversationBody, limits: Limits, sampling_defaults: Mapping[str, Any]) -> ChatBody:
+def chat_body(body: AnthropicBody, limits: Limits, sampling_defaults: Mapping[str, Any]) -> ChatBody:
     """Return the equivalent chat body; InvalidRequest or ApiError naming the client's field that is wrong."""
     messages = chat_messages(body.system, body.messages)
     fields: dict[str, Any] = dict(sampling_defaults)
@@ -47,7 +47,7 @@ def chat_body(body: ConversationBody, limits: Limits, sampling_defaults: Mapping
         return validate(fields, ChatBody, limits)
 
 
-def _template_kwargs(body: ConversationBody) -> dict[str, Any]:
+def _template_kwargs(body: AnthropicBody) -> dict[str, Any]:
     """Return the chat template's variables about reasoning, under the names that templates use.
 
     A client that does not ask for reasoning gets none, as from Anthropic, if the template can turn it off.
@@ -60,7 +60,7 @@ def _template_kwargs(body: ConversationBody) -> dict[str, Any]:
     return told | body.chat_template_kwargs
 
 
-def _format(body: ConversationBody) -> OutputFormat | None:
+def _format(body: AnthropicBody) -> OutputFormat | None:
     config = body.output_config
     return body.output_format if config is None or config.format is None else config.format
 

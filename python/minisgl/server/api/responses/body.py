@@ -63,7 +63,7 @@ class TextFormat(Options):
     )
 
 
-class TextOptions(Options):
+class TextSettings(Options):
     format: TextFormat | None = Field(default=None, description="Form of the answer's text.")
     verbosity: Literal["low", "medium", "high"] | None = Field(
         default=None, description="Given to the chat template.", examples=["medium"]
@@ -122,7 +122,7 @@ class ResponsesBody(RequestBody):
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: ParallelToolCalls = True
     text: Annotated[
-        TextOptions | None,
+        TextSettings | None,
         RequestField("Form of the answer: text, json_object or json_schema.", {"format": {"type": "json_object"}}),
     ] = None
     reasoning: Annotated[
