@@ -46,3 +46,13 @@ def test_the_server_says_so_in_a_line(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("minisgl: error: TMPDIR")
     assert "Traceback" not in done.stderr
+
+
+def test_without_a_folder_that_can_be_written_the_server_says_so_in_a_line() -> None:
+    """As in a container whose disk is read-only: the limit lets no process write to a file."""
+    command = f"ulimit -f 0 && exec {sys.executable} -m minisgl --port 0"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("minisgl: error: there is no folder for the server's sockets: No usable temporary directory")
+    assert line.endswith("set TMPDIR to one that can be written")

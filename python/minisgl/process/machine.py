@@ -77,8 +77,17 @@ def raise_open_files(max_queued_requests: int) -> int:
 
 
 def make_run_dir() -> str:
-    """Create a folder for sockets in TMPDIR, with mode 0700. ConfigError if its path is too long for a socket."""
-    folder = tempfile.mkdtemp(prefix="minisgl-")
+    """Create a folder for sockets in TMPDIR, with mode 0700.
+
+    ConfigError if it cannot be created, for instance on a read-only disk, or if its path is too long for a socket.
+    """
+    try:
+        folder = tempfile.mkdtemp(prefix="minisgl-")
+    except OSError as error:
+        reason = error.strerror if error.filename is None else error
+        raise ConfigError(
+            f"there is no folder for the server's sockets: {reason}; set TMPDIR to one that can be written"
+        ) from None
     size = len(os.fsencode(folder))
     if size + LONGEST_NAME <= MAX_SOCKET_PATH and _is_text(folder):
         return folder
