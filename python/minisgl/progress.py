@@ -6,6 +6,7 @@ import io
 import logging
 import sys
 import time
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from tqdm.auto import tqdm
@@ -50,7 +51,8 @@ class LineBar(tqdm):  # type: ignore[misc]
         if logs_json():
             logger.info("%s", line)
         else:
-            print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
+            with suppress(OSError):  # a log that cannot be written, on a full disk, must not end the work
+                print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
 
 
 def line_bar() -> type[LineBar] | None:

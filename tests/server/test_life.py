@@ -134,6 +134,30 @@ def test_a_server_starts_without_standard_streams(closed: str, folder: Path) -> 
         )
 
 
+def test_a_log_on_a_full_disk_ends_nothing(folder: Path) -> None:
+    """Every line that is written there fails."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    command = [sys.executable, "-m", "minisgl", "--model", str(folder), "--port", str(port)]
+    with Path("/dev/full").open("w") as full, subprocess.Popen(command, stderr=full) as process:
+
+        def is_ready() -> bool:
+            assert process.poll() is None
+            try:
+                return httpx.get(f"http://127.0.0.1:{port}/ready", timeout=PATIENCE).status_code == 200
+            except httpx.ConnectError:
+                return False
+
+        try:
+            wait_until(is_ready)
+            body = {"prompt": [1, 2], "max_tokens": 2}
+            answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=PATIENCE)
+            assert answer.status_code == 200
+        finally:
+            process.terminate()
+        assert process.wait(PATIENCE) == 0
+
+
 def test_the_ready_line_of_an_ipv6_host_can_be_called(folder: Path) -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
