@@ -54,10 +54,10 @@ class PushSizes(NamedTuple):
         return max(ranks * self.one_shot, 2 * self.two_shot + ranks * _VECTOR_BYTES)
 
 
-# Limits by the number of ranks. The limits for 2 ranks were measured on H200 (docs/performance.md). The limits for 4
-# and 8 ranks were not measured: one_shot is the limit published for SGLang's kernels of this kind on H200, two_shot is
-# a guess.
-PUSH_SIZES = {2: PushSizes(4 << 20, 16 << 20), 4: PushSizes(384 << 10, 8 << 20), 8: PushSizes(128 << 10, 8 << 20)}
+# Limits by the number of ranks. Those for 2 and 4 ranks were measured on H200 (docs/performance.md): with 4 ranks two
+# shots take 0.8 us less at 384 KB, but one shot can norm the sum in the same kernel. Those for 8 ranks were not
+# measured: one_shot is the limit published for SGLang's kernels of this kind on H200, two_shot is a guess.
+PUSH_SIZES = {2: PushSizes(4 << 20, 16 << 20), 4: PushSizes(384 << 10, 32 << 20), 8: PushSizes(128 << 10, 8 << 20)}
 
 
 class LaunchShape(NamedTuple):
