@@ -85,7 +85,7 @@ class StepResult(Generic[A]):
     logprobs: Logprobs[A] | None = None  # for the tokens of `ScoredTokens.rows`
     prompt_logprobs: Logprobs[A] | None = None  # for the tokens of `ScoredTokens.prompt_lens`, row after row
     vectors: A | None = None  # float32[S, size] of a pooling model, in place of tokens
-    seconds: float | None = None  # time of the step, if the device measures it
+    seconds: float | None = None  # time of the step, if the device measures it; NaN if it waited for the host
 
     def map(self, convert: Callable[[A], B]) -> StepResult[B]:
         """Return it with each array converted."""

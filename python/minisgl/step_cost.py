@@ -103,7 +103,10 @@ class LearnedCost:
         return self.ratio * decodes * model.decode_row - of_decodes - reads_on
 
     def record(self, batch: Batch, seconds: float) -> None:
-        """Take a step's measured seconds."""
+        """Take a step's measured seconds; NaN, of a step that waited for the host's launches, is left out.
+
+        Such a step would take no less time with fewer tokens, so it must not make chunks smaller.
+        """
         modelled = self.model.seconds(batch)
         if seconds > 0 and math.isfinite(modelled):
             ratio = self._alone if int(batch.query_lens.max()) == 1 else self._with_chunks

@@ -11,7 +11,7 @@ import torch
 
 from measuring.shapes import make_shape
 from minisgl.distributed import SingleRank
-from minisgl.engine.graph_sizes import decode_graph_sizes, prefill_graph_sizes
+from minisgl.engine.graph_sizes import GraphSizes, decode_graph_sizes, prefill_graph_sizes
 from minisgl.kernel.base import ClampedSwiGLU, ExpertKind, Routing
 from minisgl.layers.layer_config import MLPConfig, MoEConfig
 from minisgl.models.config.load_config import load_model_config
@@ -36,14 +36,22 @@ def meta_model(folder: Path, *, experts: MoEConfig | None = None) -> CausalLM:
     return build_model(config, tp=SingleRank(), dtype=torch.bfloat16, device=META)
 
 
-def test_prefill_sizes_end_where_the_device_takes_longer_than_the_launch(tmp_path: Path) -> None:
-    small, large = (meta_model(make_shape(name, tmp_path)) for name in ("0.6b", "14b"))
-    assert prefill_graph_sizes(8192, small.layer_weights)[-1] == 2048
-    assert prefill_graph_sizes(8192, large.layer_weights)[-1] == 128
-    assert prefill_graph_sizes(300, small.layer_weights)[-1] == 320  # no step is larger than 300
-    assert prefill_graph_sizes(1, large.layer_weights) == [64]
-    sizes = prefill_graph_sizes(8192, small.layer_weights)
+def test_prefill_sizes_end_with_room_for_the_largest_step() -> None:
+    sizes = prefill_graph_sizes(8192)
+    assert sizes[-1] == 2048
     assert all(above - size <= max(64, size // 4) for size, above in pairwise(sizes))
+    assert prefill_graph_sizes(300)[-1] == 320
+    assert prefill_graph_sizes(1) == [64]
+
+
+@pytest.mark.parametrize(
+    ("useful", "largest"), [(1, 64), (64, 64), (65, 128), (1100, 1280), (1537, 1792), (2048, 1792)]
+)
+def test_prefills_that_keep_the_device_busy_without_graphs_have_none(useful: int, largest: int) -> None:
+    sizes = GraphSizes(decode_graph_sizes(16), prefill_graph_sizes(1700))
+    chosen = sizes.for_prefills(useful)
+    assert chosen.decode == sizes.decode
+    assert chosen.prefill == [size for size in sizes.prefill if size <= largest]
 
 
 def test_experts_that_a_token_is_not_sent_to_do_not_count(tmp_path: Path) -> None:

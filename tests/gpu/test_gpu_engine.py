@@ -7,7 +7,9 @@ judged by the reference's logits for the same prefix: its logit must be within r
 from __future__ import annotations
 
 import logging
+import math
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -176,6 +178,20 @@ def test_the_seconds_of_a_step_are_its_own(folder: Path, monkeypatch: pytest.Mon
         occupied = begin.elapsed_time(end) / 1e3
     assert len(seconds) == 8
     assert all(0 < taken < occupied for taken in seconds)
+
+
+def test_a_step_that_waits_for_the_host_is_not_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is idle while the host sleeps, so its seconds say nothing of the step's tokens."""
+    seconds: list[float] = []
+    with LLM(str(folder), device="cuda", num_page_override=2000) as llm:
+        params = SamplingParams(max_tokens=8, ignore_eos=True)
+        llm.generate(prompts()[:1], params)
+        forward = llm._engine.forward
+        monkeypatch.setattr(llm._engine, "forward", lambda batch: (forward(batch), time.sleep(0.05)))
+        monkeypatch.setattr(llm.loop.scheduler, "record", lambda _, taken: seconds.append(taken))
+        llm.generate(prompts()[1:2], params)
+    assert len(seconds) == 8
+    assert all(map(math.isnan, seconds))
 
 
 def test_seeded_sampling_repeats(folder: Path) -> None:

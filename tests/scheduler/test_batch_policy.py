@@ -90,6 +90,19 @@ def test_mixed_without_a_cost_model() -> None:
     assert lengths(policy, [20, 500, 300, 10], 100) == [20, 40, 30, 10]
 
 
+def test_steps_that_wait_for_the_host_do_not_shrink_chunks() -> None:
+    """Such steps would take as long with fewer tokens: if they counted, prompts would hardly get on."""
+    cost, remaining, start_pos = LearnedCost(COST), [1] * 50 + [20_000], [1000] * 50 + [0]
+    at_first = lengths(Mixed(cost, TARGET), remaining, 8192, start_pos)
+    batch = step(start_pos, at_first)
+    for _ in range(100):
+        cost.record(batch, math.nan)
+    assert lengths(Mixed(cost, TARGET), remaining, 8192, start_pos) == at_first
+    for _ in range(100):
+        cost.record(batch, 2 * COST.seconds(batch))
+    assert lengths(Mixed(cost, TARGET), remaining, 8192, start_pos)[-1] < at_first[-1] / 2
+
+
 def random_chunks(rng: random.Random) -> tuple[Chunks, StepCost, float, list[tuple[int, int]]]:
     unit = rng.choice([COST, TOKENS])
     room = rng.choice([0.1, 1.0, 40.0, 1000.0, 9999.5]) * unit.prefill_token

@@ -68,7 +68,7 @@ class Engine:
         self.num_slots, self.num_snapshots = parts.num_slots, parts.num_snapshots
         sizes = self._graph_sizes(config, parts, phase, context_len, max_prefill_tokens)
         parts = self._with_sharded_logits(parts, sizes, model)
-        needs = self._measure_needs(parts, sizes, phase, context_len, max_prefill_tokens)
+        needs, sizes = self._measure_needs(parts, sizes, phase, context_len, max_prefill_tokens)
         with phase("allocate the KV cache"):
             layout = parts.attention.kv_layout
             self.num_pages, num_window_pages = self._pool_size(config, layout, needs, context_len, max_prefill_tokens)
@@ -94,7 +94,7 @@ class Engine:
     def _graph_sizes(
         self, config: EngineConfig, parts: RunnerParts, phase: Phase, context_len: int, max_prefill_tokens: int
     ) -> GraphSizes | None:
-        """Return the sizes of CUDA graphs; for modules that are not ours, only those that pass a trial."""
+        """Return the sizes of possible CUDA graphs; for modules that are not ours, only those that pass a trial."""
         sizes = graph_sizes(config, parts, max_prefill_tokens)
         if sizes is None or not parts.model.graphs_by_trial:
             return sizes
@@ -110,12 +110,13 @@ class Engine:
 
     def _measure_needs(
         self, parts: RunnerParts, sizes: GraphSizes | None, phase: Phase, context_len: int, max_prefill_tokens: int
-    ) -> Needs:
-        """Return the memory that steps and graphs take on a GPU."""
+    ) -> tuple[Needs, GraphSizes | None]:
+        """Return the memory that steps and graphs take on a GPU, and the sizes of the graphs that pay."""
         if self.device.type != "cuda":
-            return Needs()
+            return Needs(), sizes
+        smallest = self._tp.smallest
         with phase("measure a step's memory"):
-            return self._queue.call(lambda: measure_needs(parts, sizes, context_len, max_prefill_tokens))
+            return self._queue.call(lambda: measure_needs(parts, sizes, context_len, max_prefill_tokens, smallest))
 
     def _pool_size(
         self, config: EngineConfig, layout: KVLayout, needs: Needs, context_len: int, max_prefill_tokens: int

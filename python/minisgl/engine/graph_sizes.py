@@ -13,8 +13,6 @@ from minisgl.models.pooling_model import PoolingModel
 logger = logging.getLogger(__name__)
 
 PREFILL_SIZES = (*range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256))  # tokens
-# Tokens x weights of a layer at which the layer's products take a fast GPU as long as its launches take the host.
-_LAUNCH_WORTH = 32e9
 
 
 def decode_graph_sizes(max_bs: int) -> list[int]:
@@ -23,10 +21,9 @@ def decode_graph_sizes(max_bs: int) -> list[int]:
     return sorted({size for size in sizes if size < max_bs} | {max_bs})
 
 
-def prefill_graph_sizes(max_tokens: int, layer_weights: int) -> list[int]:
-    """Return the token counts worth capturing, up to `max_tokens`: larger steps outlast the host's launches."""
-    useful = int(min(max_tokens, _LAUNCH_WORTH / layer_weights))
-    return list(PREFILL_SIZES[: bisect_left(PREFILL_SIZES, useful) + 1])
+def prefill_graph_sizes(max_tokens: int) -> list[int]:
+    """Return the token counts of graphs of prefills, up to the first that has room for `max_tokens`."""
+    return list(PREFILL_SIZES[: bisect_left(PREFILL_SIZES, max_tokens) + 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +36,14 @@ class GraphSizes:
     def __len__(self) -> int:
         return len(self.decode) + len(self.prefill)
 
+    def for_prefills(self, max_tokens: int) -> GraphSizes:
+        """Return these sizes with only those of prefills of up to `max_tokens` tokens."""
+        useful = prefill_graph_sizes(max_tokens)
+        return GraphSizes(self.decode, [size for size in self.prefill if size in useful])
+
 
 def graph_sizes(config: EngineConfig, parts: RunnerParts, max_prefill_tokens: int) -> GraphSizes | None:
-    """Return the sizes to capture; None if steps run without graphs."""
+    """Return the sizes that can be captured; None if steps run without graphs."""
     if parts.device.type == "cpu":
         if config.cuda_graph_max_bs is not None:
             logger.info("--cuda-graph-max-bs is for GPUs and not used on the CPU")
@@ -60,5 +62,5 @@ def graph_sizes(config: EngineConfig, parts: RunnerParts, max_prefill_tokens: in
         return None
     prefill = []
     if parts.attention.prefill_graph_safe and parts.model.prefill_graph_safe(parts.ops):
-        prefill = prefill_graph_sizes(max_prefill_tokens, parts.model.layer_weights)
+        prefill = prefill_graph_sizes(max_prefill_tokens)
     return GraphSizes(decode_graph_sizes(max_bs), prefill)

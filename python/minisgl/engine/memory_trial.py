@@ -7,6 +7,7 @@ meaningless, but the memory is that of real steps.
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -16,8 +17,9 @@ from minisgl.config import ConfigError
 from minisgl.core import Batch, Int32Array, ScoredTokens, StepResult
 from minisgl.engine.device import GIB
 from minisgl.engine.forward import StepRunner
-from minisgl.engine.graph_sizes import GraphSizes
+from minisgl.engine.graph_sizes import PREFILL_SIZES, GraphSizes
 from minisgl.engine.graphs import Graphs
+from minisgl.engine.launch_trial import launched_tokens
 from minisgl.engine.memory import Needs
 from minisgl.engine.parts import RunnerParts
 from minisgl.limits import MAX_LOGPROBS
@@ -69,19 +71,33 @@ def run_trial(runner: StepRunner, batch: Batch) -> StepResult[Tensor]:
     return runner.sample(batch, runner.forward(batch), processed_logprobs=True)
 
 
-def measure_needs(parts: RunnerParts, sizes: GraphSizes | None, context_len: int, max_prefill_tokens: int) -> Needs:
-    """Return the bytes that steps and graphs take, from a trial."""
+def measure_needs(
+    parts: RunnerParts,
+    sizes: GraphSizes | None,
+    context_len: int,
+    max_prefill_tokens: int,
+    smallest: Callable[[int], int],
+) -> tuple[Needs, GraphSizes | None]:
+    """Return the bytes that steps and graphs take, and the sizes of those graphs that pay, from a trial.
+
+    `smallest` returns the least of the ranks' values.
+    """
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(parts.device)
     runner = parts.runner(0, 0, context_len)
     # The trial's recurrent states have their real size, which the budget of the pool counts.
     states = parts.attention.kv_layout.state_bytes(parts.num_slots, parts.num_snapshots)
     steps = steps_bytes(runner, before, context_len, max_prefill_tokens) - states
+    if sizes is not None and sizes.prefill:
+        tokens = max(min(PREFILL_SIZES[-1], max_prefill_tokens, context_len - 1), 1)
+        prompt = _trial_step(np.zeros(1, dtype=np.int32), np.array([tokens], dtype=np.int32))
+        useful = launched_tokens(runner, prompt)
+        sizes = sizes.for_prefills(-smallest(-useful))  # the same on all ranks, which share their all-reduces
     torch.cuda.empty_cache()
     graphs = 0 if sizes is None else graphs_bytes(runner, sizes, context_len)
     del runner
     torch.cuda.empty_cache()  # memory that torch keeps for reuse would count as used
-    return Needs(steps, graphs)
+    return Needs(steps, graphs), sizes
 
 
 def steps_bytes(runner: StepRunner, before: int, max_seq_len: int, max_tokens: int) -> int:

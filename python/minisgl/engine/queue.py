@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Protocol, TypeVar
 
 import torch
@@ -21,6 +23,8 @@ T = TypeVar("T")
 # Messages of torch, cuBLAS and CUDA's driver. Not all of them raise torch.OutOfMemoryError.
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA_ERROR_OUT_OF_MEMORY")
 _COPY_THREADS = 256
+# A step that takes the device less than so many times as long as its launches took the host may have waited for them.
+_LAUNCH_MARGIN = 1.25
 
 
 def run_step(step: Callable[[], T]) -> T:
@@ -104,6 +108,19 @@ class OutputBuffer:
     done: torch.cuda.Event  # timed
 
 
+@dataclass(frozen=True, slots=True)
+class _StepTimer:
+    """Times a step between the event `begin` and its end."""
+
+    begin: torch.cuda.Event
+    launching: float  # seconds that the host launched the step while the device was at it already; 0: it was not
+
+    def seconds(self, end: torch.cuda.Event) -> float:
+        """Return the device's seconds; NaN if the device may have waited for the host's launches."""
+        seconds: float = self.begin.elapsed_time(end) / 1e3
+        return seconds if seconds >= _LAUNCH_MARGIN * self.launching else math.nan
+
+
 class _CudaStep:
     """Step in flight on a stream. Its output buffer is reused once the tokens have been read."""
 
@@ -112,22 +129,21 @@ class _CudaStep:
         buffer: OutputBuffer,
         count: int,
         rest: StepResult[Tensor],  # results other than tokens, on the host once the event is complete
-        begin: torch.cuda.Event | None,
+        timer: _StepTimer | None,
         give_back: Callable[[OutputBuffer], None],
     ) -> None:
         self._buffer: OutputBuffer | None = buffer
         self._tokens: Int32Array = buffer.memory.numpy()[:count]
         self._rest = rest
-        self._begin = begin
+        self._timer = timer
         self._give_back = give_back
 
     def __call__(self) -> StepResult[AnyArray]:
         buffer = self._buffer
         if buffer is not None:
             buffer.done.synchronize()
-            if self._begin is not None:
-                seconds = self._begin.elapsed_time(buffer.done) / 1e3
-                self._rest = dataclasses.replace(self._rest, seconds=seconds)
+            if self._timer is not None:
+                self._rest = dataclasses.replace(self._rest, seconds=self._timer.seconds(buffer.done))
             self._tokens = self._tokens.copy()
             self._buffer = None  # before `_give_back`: Ctrl-C in between must not give it back twice
             self._give_back(buffer)
@@ -153,11 +169,13 @@ class CudaQueue:
         self._free: list[OutputBuffer] = []
         self._buffers: list[OutputBuffer] = []  # keeps all alive: a kernel may still write to one that was abandoned
         self._copy_tokens = token_copier(device)
-        self._begin: torch.cuda.Event | None = None  # of the step that is submitted next
+        # Beginning of the step that is submitted next: an event, and seconds on the host's clock.
+        self._begin: tuple[torch.cuda.Event, float] | None = None
 
     def begin(self) -> None:
-        self._begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._begin.record(self._stream)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        self._begin = event, perf_counter()
 
     def submit(self, step: Callable[[], StepResult[Tensor]]) -> PendingStep:
         with torch.inference_mode(), self._stream:
@@ -169,8 +187,15 @@ class CudaQueue:
         buffer = self._free.pop() if self._free else self._make_buffer()  # after all that may run out of memory
         self._copy_tokens(result.tokens, buffer.memory)
         buffer.done.record(self._stream)
-        begin, self._begin = self._begin, None
-        return _CudaStep(buffer, len(result.tokens), rest, begin, self._free.append)
+        return _CudaStep(buffer, len(result.tokens), rest, self._stop_timer(), self._free.append)
+
+    def _stop_timer(self) -> _StepTimer | None:
+        """Return the timer of the step that was launched, if its beginning was marked."""
+        if self._begin is None:
+            return None
+        (event, at), self._begin = self._begin, None
+        has_begun: bool = event.query()  # type: ignore[no-untyped-call]
+        return _StepTimer(event, perf_counter() - at if has_begun else 0.0)
 
     def _make_buffer(self) -> OutputBuffer:
         memory = torch.empty(self._num_slots, dtype=torch.int32, pin_memory=True)

@@ -1,0 +1,47 @@
+"""Trial of launches: how large must a prefill be to take the GPU longer than its launches take the host?
+
+A layer takes the host 0.1 to 0.6 ms to launch, which depends on the machine and on the ranks' all-reduces.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import torch
+
+from minisgl.core import Batch
+from minisgl.engine.forward import StepRunner
+
+_RUNS = 2  # the fastest counts
+_MOST_CYCLES = 2e9  # of a GPU in a second
+
+
+def launched_tokens(runner: StepRunner, prompt: Batch) -> int:
+    """Return how many prompt tokens take the device as long as the host takes to launch them operation by operation.
+
+    Steps of fewer tokens are faster in a graph. Extrapolated from the times of `prompt`.
+    """
+    runner.forward(prompt)  # loads and tunes kernels
+    launching = min(_host_seconds(runner, prompt) for _ in range(_RUNS))
+    running = min(_device_seconds(runner, prompt, launching) for _ in range(_RUNS))
+    return max(int(prompt.num_tokens * launching / running), 1)
+
+
+def _host_seconds(runner: StepRunner, prompt: Batch) -> float:
+    """Return how long the host launches a step on an idle device."""
+    torch.cuda.synchronize(runner.state.device)
+    begin = perf_counter()
+    runner.forward(prompt)
+    return perf_counter() - begin
+
+
+def _device_seconds(runner: StepRunner, prompt: Batch, ahead: float) -> float:
+    """Return how long the device runs a step that it begins when the host has launched for `ahead` seconds."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(int(ahead * _MOST_CYCLES))  # type: ignore[no-untyped-call]
+    begin.record()
+    runner.forward(prompt)
+    end.record()
+    end.synchronize()
+    seconds: float = begin.elapsed_time(end) / 1e3
+    return seconds
