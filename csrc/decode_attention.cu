@@ -9,9 +9,9 @@
 // more partial result. Finally the partial results are combined by an LSE merge: those of a block's warps through
 // shared memory, and those of a cluster's blocks through distributed shared memory.
 //
-// A long row is cut into splits (split-KV). The number of splits depends on the row's length alone, not on the other
-// rows. The row's own cluster takes the first split. The grid has spare clusters in addition to one per row, and these
-// take the other splits. The cluster that finishes last merges all splits of the row.
+// A long row is cut into splits of equal size (split-KV). Their number depends on the row's length alone, not on the
+// other rows. The row's own cluster takes the first split. The grid has spare clusters in addition to one per row, and
+// these take the other splits. The cluster that finishes last merges all splits of the row.
 //
 // The tensor cores compute the scores as K [16 tokens, dims] @ q^T [dims, 8 heads] and the output as V^T [dims, 16
 // tokens] @ p^T [16 tokens, 8 heads], where p are the softmax weights. A product sums over its inner axis, so the order
@@ -30,8 +30,9 @@
 //
 // -DHEAD_DIM: 64, 128, 256 or 512. -DSTORES: 0 or 1. -DGROUP: query heads per KV head, at most 8. -DPAGE_SIZE: a power
 // of two. -DCLUSTER: blocks per cluster. -DWARPS: warps per block, at least 2. -DBLOCKS_OF_SM: resident blocks per SM
-// that the registers must allow. -DROUNDED=1: the output is rounded to FP8 as in quantize_groups.cu, with one scale per
-// head of 128 dimensions; a block must then merge whole heads of 128 dimensions. -DCACHE: see fp8.cuh.
+// that the registers must allow. -DSPARES_FIRST=1: spare clusters come before those of the rows in the grid, so they
+// begin first. -DROUNDED=1: the output is rounded to FP8 as in quantize_groups.cu, with one scale per head of 128
+// dimensions; a block must then merge whole heads of 128 dimensions. -DCACHE: see fp8.cuh.
 #include "cluster.cuh"
 #include "mma.cuh"
 #include "rounding.cuh"
@@ -67,7 +68,8 @@ constexpr int REGISTERS = LEFT > 255 ? 255 : CLUSTER == 8 && WARPS == 6 ? 160 : 
 constexpr bool KEEP_Q = VALUE_SPLIT == 1 && WARPS * BLOCKS_OF_SM <= 12;  // true: registers suffice to keep q in them
 
 // Rule for splitting long rows. A row of more than 2 * `min_tiles` tiles gets `num_kv_splits` splits; the number is
-// reduced or increased until a split has between `min_tiles` and `max_tiles` tiles, but never exceeds `max_splits`.
+// reduced or increased until a split has between `min_tiles` and `max_tiles` tiles, but never exceeds `max_splits`. The
+// splits of a row are equal, so that clusters that take the same number of them end at the same time.
 struct Cutting {
   int num_kv_splits, min_tiles, max_tiles, max_splits;
 };
@@ -89,6 +91,7 @@ struct Unit {
           min(max((count + cutting.num_kv_splits - 1) / cutting.num_kv_splits, cutting.min_tiles), cutting.max_tiles);
       size = (max(size, (count + cutting.max_splits - 1) / cutting.max_splits) + STEP - 1) / STEP * STEP;
       splits = (count + size - 1) / size;
+      size = ((count + splits - 1) / splits + STEP - 1) / STEP * STEP;
     }
     tile = from + split * size, tiles = min(tile + size, from + count);
   }
@@ -325,13 +328,12 @@ __device__ __forceinline__ void merge_splits(const Output& to, const float* reco
 // Find the index-th split among all splits that are not the first of their row; false if there are fewer. Called by a
 // whole warp.
 __device__ __forceinline__ bool find_split(
-    Unit& unit, int index, const int* lengths, int rows, int parts, int window, const Cutting& cutting) {
-  int left = index / parts, lane = threadIdx.x & 31, longest = 0;
+    Unit& unit, int index, const int* lengths, int rows, int window, const Cutting& cutting) {
+  int left = index, lane = threadIdx.x & 31, longest = 0;
 #pragma unroll 8
   // Fast path: check the longest row first, because usually no row is split.
   for (int row = lane; row < rows; row += 32) longest = max(longest, lengths[row]);
   if (!__any_sync(0xffffffffu, longest / TILE >= 2 * cutting.min_tiles)) return false;
-  unit.part = index % parts;
   for (int base = 0; base < rows; base += 32) {
     Unit at = {};
     if (base + lane < rows) at.set_length(lengths[base + lane], window, cutting);
@@ -376,17 +378,18 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
   Cutting cutting = {num_kv_splits, min_tiles, max_tiles, max_splits};
   int rank = blockIdx.x, parts = gridDim.y, kv_heads = parts / VALUE_SPLIT;
   int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, part = rank * WARPS + warp;
-  Unit unit = {(int)blockIdx.z, (int)blockIdx.y};
+  int spares = gridDim.z - rows, first_row = SPARES_FIRST ? spares : 0;
+  Unit unit = {(int)blockIdx.z - first_row, (int)blockIdx.y};
   Cache cache;
   cache.token_stride = (long long)kv_heads * HEAD_DIM;
   const float scale = softmax_scale * LOG2_E;
 
-  bool is_spare = (int)blockIdx.z >= rows;
-  int index = (blockIdx.z - rows) * parts + blockIdx.y;  // split that a spare cluster takes
+  bool is_spare = SPARES_FIRST ? (int)blockIdx.z < spares : (int)blockIdx.z >= rows;
+  int index = SPARES_FIRST ? blockIdx.z : blockIdx.z - rows;  // split that a spare cluster takes
   do {
     if (is_spare) {
-      if (!find_split(unit, index, lengths, rows, parts, window, cutting)) return;
-      index += (gridDim.z - rows) * parts;
+      if (!find_split(unit, index, lengths, rows, window, cutting)) return;
+      index += spares;
     }
     if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // this block has begun
     long long slot = slots[unit.row];

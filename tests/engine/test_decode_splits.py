@@ -48,6 +48,16 @@ def test_a_row_never_gets_more_warps_when_rows_are_added(
     assert (splits[0].cluster, splits[-1].cluster) == (8, 1)
 
 
+@pytest.mark.parametrize("num_sms", [108, 132])
+@pytest.mark.parametrize("slow_memory", [False, True])
+def test_steps_that_fill_the_gpu_begin_with_long_splits(num_sms: int, slow_memory: bool) -> None:
+    """Rows of more than 4,096 tokens are cut, and as many spare clusters begin as run at a time."""
+    for units in range(num_sms + 1, 4096):
+        splits = decode_splits(units, num_sms, 128, spills=False, fp8=False, slow_memory=slow_memory)
+        assert (splits.min_tiles, splits.max_tiles, splits.spares_first) == (128, 128, True), units
+        assert splits.spare_clusters == num_sms * splits.blocks_of_sm // splits.cluster, units
+
+
 def test_an_h100_begins_no_more_clusters_than_it_holds() -> None:
     """It holds 30 clusters of eight large blocks, or 62 of four; clusters beyond these start up to 1.3 us late."""
     held = {8: 30, 4: 62}

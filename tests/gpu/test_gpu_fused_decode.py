@@ -141,6 +141,12 @@ def test_rows_are_rounded_to_fp8_as_by_a_launch_of_its_own(
         ([640, 7, 9000] * 20, 16, 8, 128, 64, None, True),
         ([12000] + [200] * 55, 8, 8, 128, 16, None, True),
         ([30000], 16, 8, 128, 64, 10000, True),
+        # rows around 4,096 tokens, from which on they are cut if there are many
+        ([4095, 4096, 4097, 4098, 4112, 4113, 5000, 6144, 8193] * 4, 16, 8, 128, 64, None, True),
+        ([4097, 5000, 100, 8192, 33] * 12, 32, 8, 128, 64, None, True),
+        ([7000, 6145, 5000] + [640] * 69, 32, 8, 128, 64, None, True),
+        ([5000] * 40 + [4097, 1] * 30, 16, 8, 128, 16, None, True),
+        ([5000] * 30 + [300] * 170, 16, 8, 64, 64, None, True),
         # wide heads
         ([640], 16, 8, 256, 64, None, True),
         ([4444, 1, 30], 8, 4, 256, 16, None, True),
@@ -247,7 +253,7 @@ def relative_error(have: Tensor, want: Tensor) -> float:
     return (off / total) ** 0.5
 
 
-@pytest.mark.parametrize("rows", [1, 4, 8, 16, 20, 28, 40, 60, 256])
+@pytest.mark.parametrize("rows", [1, 4, 8, 16, 20, 28, 40, 60, 72, 128, 160, 256])
 def test_a_row_depends_on_no_other(rows: int) -> None:
     """A row's bits do not depend on the other rows' lengths, and are the same in a second run."""
     spec = AttentionSpec(16, 8, 128, 64, BF16)

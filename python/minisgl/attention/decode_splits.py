@@ -41,11 +41,23 @@ class DecodeSplits:
     num_kv_splits: int = 1  # for a row of more than 2 * min_tiles; more or fewer if the bounds below demand it
     min_tiles: int = 256  # tiles per split
     max_tiles: int = 256  # tiles per split
+    spares_first: bool = False  # spare clusters begin before those of the rows
 
     @property
-    def compiled_for(self) -> tuple[int, int, int]:
+    def compiled_for(self) -> tuple[int, int, int, bool]:
         """Parameters that are macros of the kernel."""
-        return self.cluster, self.warps, self.blocks_of_sm
+        return self.cluster, self.warps, self.blocks_of_sm, self.spares_first
+
+
+def _many_rows(cluster: int, warps: int, blocks_of_sm: int, num_sms: int) -> DecodeSplits:
+    """Return the parameters of steps whose rows fill the GPU: rows of more than 4,096 tokens are cut.
+
+    Spare clusters begin first. So the splits of long rows, which take longest, are not computed last, when most of the
+    GPU is idle, and the short rows fill the gaps in the end. There are as many spare clusters as run at a time: with
+    fewer, equal long rows take longer, and clusters beyond these would delay the rows although they have no split.
+    """
+    at_once = num_sms * blocks_of_sm // cluster
+    return DecodeSplits(cluster, warps, blocks_of_sm, at_once, min_tiles=128, max_tiles=128, spares_first=True)
 
 
 def decode_splits(
@@ -54,10 +66,13 @@ def decode_splits(
     """Return the fastest launch parameters for `units`: rows times KV heads, times two for heads of 512 dimensions.
 
     The parameters were measured on the 132 multiprocessors of an H200, and of an H100 (`slow_memory`), where few rows
-    are faster with fewer and smaller clusters (docs/log.md). Heads of 512 dimensions were not measured.
+    are faster with fewer and smaller clusters (docs/log.md). Not measured: heads of 512 dimensions, and spare clusters
+    that begin first with heads of 64 or on an H100.
 
-    Few rows are divided among all multiprocessors by clusters. With many rows, rows of up to 8,192 tokens are not
-    split, because equal rows keep the GPU busy by themselves; spare clusters take the further splits of longer rows.
+    Few rows are divided among all multiprocessors by clusters. With many rows, rows of up to 4,096 tokens (8,192 with K
+    and V in 8 bits, or with larger heads) are not split, because equal rows keep the GPU busy by themselves; spare
+    clusters take the further splits of longer rows.
+
     `spills`: the kernel does not fit into 128 registers. `fp8`: K and V have 8 bits, so a block has only half the bytes
     in flight.
     """
@@ -89,22 +104,23 @@ def decode_splits(
         warps, blocks_of_sm = (2, 8) if units > 10 * num_sms else (4, 4)
         return DecodeSplits(1, warps, blocks_of_sm, spare_clusters=256)
     if 2 * units <= 3 * num_sms:
-        return DecodeSplits(2, 4, 3, spare_clusters=128)
+        return _many_rows(2, 4, 3, num_sms)
     if spills:
-        return DecodeSplits(1, 4, 3, spare_clusters=256)
+        return _many_rows(1, 4, 3, num_sms)
     if (slow_memory or head_dim == 128) and 2 * num_sms < units <= 3 * num_sms:
         # The longest row bounds the step, so it gets eight warps, as in smaller and larger steps. Slower for equal
         # rows, but faster for all others.
-        return DecodeSplits(2, 4, 3, spare_clusters=128)
+        return _many_rows(2, 4, 3, num_sms)
     if head_dim == 64 and 3 * num_sms < units <= 4 * num_sms:  # half the bytes in flight, so all blocks in one wave
-        return DecodeSplits(1, 4, 4, spare_clusters=256)
-    if units <= 2 * num_sms or 3 * num_sms < units <= 4 * num_sms:  # one wave, or two full ones
-        return DecodeSplits(1, 8, 2, spare_clusters=256)
+        return _many_rows(1, 4, 4, num_sms)
+    # One wave; with heads of 128 also two and three, because eight warps finish a long row sooner.
+    if units <= (6 if head_dim == 128 else 2) * num_sms:
+        return _many_rows(1, 8, 2, num_sms)
     if units > 10 * num_sms:  # so many waves that a partial last one matters little
-        return DecodeSplits(1, 4, 4, spare_clusters=256)
+        return _many_rows(1, 4, 4, num_sms)
     # The number of blocks on a multiprocessor that leaves the least of the last wave idle.
     blocks = min((3, 4), key=lambda blocks: -(-units // (blocks * num_sms)) * blocks)
-    return DecodeSplits(1, 4, blocks, spare_clusters=256)
+    return _many_rows(1, 4, blocks, num_sms)
 
 
 def latent_unsupported(spec: AttentionSpec, capability: tuple[int, int]) -> str | None:

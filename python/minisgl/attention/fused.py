@@ -95,7 +95,9 @@ def _rounds(spec: AttentionSpec, splits: DecodeSplits) -> bool:
     return spec.head_dim == GROUP and spec.group % splits.cluster == 0
 
 
-def _kernel_spec(spec: AttentionSpec, cluster: int, warps: int, blocks_of_sm: int, rounded: bool) -> KernelSpec:
+def _kernel_spec(
+    spec: AttentionSpec, cluster: int, warps: int, blocks_of_sm: int, spares_first: bool, rounded: bool
+) -> KernelSpec:
     macros: Macros = {
         "SCALAR": SCALAR_NAMES[spec.dtype],
         "CACHE": SCALAR_NAMES[spec.kv_dtype],
@@ -107,6 +109,7 @@ def _kernel_spec(spec: AttentionSpec, cluster: int, warps: int, blocks_of_sm: in
         "CLUSTER": cluster,
         "WARPS": warps,
         "BLOCKS_OF_SM": blocks_of_sm,
+        "SPARES_FIRST": int(spares_first),
         "ROUNDED": int(rounded),
     }
     return KernelSpec("decode_attention.cu", "decode_attention", macros)
@@ -166,7 +169,8 @@ class FusedRows:
         units = rows * parts
         max_splits = max(1, min(_RECORDS // units, _MAX_SPLITS))
         longest = _NEVER if spec.window is None else spec.window // _TILE + 2  # most tiles that a row reads
-        cuts = max_splits > 1 and longest > 2 * splits.min_tiles
+        # A window of as many tokens as a row that is not cut covers one tile more, or two: it is not cut either.
+        cuts = max_splits > 1 and longest > 2 * splits.min_tiles + 2
         spare = max(splits.spare_clusters // parts, 1) if cuts else 0  # clusters for each part
         self.compiler.kernel(_kernel_spec, spec, *splits.compiled_for, rounded is not None)(
             (1, parts, rows + spare),
