@@ -186,8 +186,8 @@ def test_a_step_that_waits_for_the_host_is_not_measured(folder: Path, monkeypatc
     with LLM(str(folder), device="cuda", num_page_override=2000) as llm:
         params = SamplingParams(max_tokens=8, ignore_eos=True)
         llm.generate(prompts()[:1], params)
-        forward = llm._engine.forward
-        monkeypatch.setattr(llm._engine, "forward", lambda batch: (forward(batch), time.sleep(0.05)))
+        forward = llm._engine._forward
+        monkeypatch.setattr(llm._engine, "_forward", lambda batch: (forward(batch), time.sleep(0.05))[0])
         monkeypatch.setattr(llm.loop.scheduler, "record", lambda _, taken: seconds.append(taken))
         llm.generate(prompts()[1:2], params)
     assert len(seconds) == 8

@@ -108,17 +108,24 @@ class OutputBuffer:
     done: torch.cuda.Event  # timed
 
 
-@dataclass(frozen=True, slots=True)
 class _StepTimer:
-    """Times a step between the event `begin` and its end."""
+    """Measures a step on a stream, from the timer's construction on."""
 
-    begin: torch.cuda.Event
-    launching: float  # seconds that the host launched the step while the device was at it already; 0: it was not
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._begin.record(stream)
+        self._began_at = perf_counter()
+        self._launching = 0.0  # seconds in which the host launched while the device was at the step already
+
+    def launched(self) -> None:
+        """Note that all launches of the forward have been made."""
+        if self._begin.query():  # type: ignore[no-untyped-call]
+            self._launching = perf_counter() - self._began_at
 
     def seconds(self, end: torch.cuda.Event) -> float:
         """Return the device's seconds; NaN if the device may have waited for the host's launches."""
-        seconds: float = self.begin.elapsed_time(end) / 1e3
-        return seconds if seconds >= _LAUNCH_MARGIN * self.launching else math.nan
+        seconds: float = self._begin.elapsed_time(end) / 1e3
+        return seconds if seconds >= _LAUNCH_MARGIN * self._launching else math.nan
 
 
 class _CudaStep:
@@ -169,13 +176,10 @@ class CudaQueue:
         self._free: list[OutputBuffer] = []
         self._buffers: list[OutputBuffer] = []  # keeps all alive: a kernel may still write to one that was abandoned
         self._copy_tokens = token_copier(device)
-        # Beginning of the step that is submitted next: an event, and seconds on the host's clock.
-        self._begin: tuple[torch.cuda.Event, float] | None = None
+        self._timer: _StepTimer | None = None  # of the step that is submitted next
 
     def begin(self) -> None:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(self._stream)
-        self._begin = event, perf_counter()
+        self._timer = _StepTimer(self._stream)
 
     def submit(self, step: Callable[[], StepResult[Tensor]]) -> PendingStep:
         with torch.inference_mode(), self._stream:
@@ -187,15 +191,8 @@ class CudaQueue:
         buffer = self._free.pop() if self._free else self._make_buffer()  # after all that may run out of memory
         self._copy_tokens(result.tokens, buffer.memory)
         buffer.done.record(self._stream)
-        return _CudaStep(buffer, len(result.tokens), rest, self._stop_timer(), self._free.append)
-
-    def _stop_timer(self) -> _StepTimer | None:
-        """Return the timer of the step that was launched, if its beginning was marked."""
-        if self._begin is None:
-            return None
-        (event, at), self._begin = self._begin, None
-        has_begun: bool = event.query()  # type: ignore[no-untyped-call]
-        return _StepTimer(event, perf_counter() - at if has_begun else 0.0)
+        timer, self._timer = self._timer, None
+        return _CudaStep(buffer, len(result.tokens), rest, timer, self._free.append)
 
     def _make_buffer(self) -> OutputBuffer:
         memory = torch.empty(self._num_slots, dtype=torch.int32, pin_memory=True)
@@ -206,6 +203,8 @@ class CudaQueue:
     def launch(self, function: Callable[[], T]) -> Callable[[], T]:
         with torch.inference_mode(), self._stream:
             result = run_step(function)
+        if self._timer is not None:
+            self._timer.launched()
         return lambda: result
 
     def call(self, function: Callable[[], T]) -> T:
