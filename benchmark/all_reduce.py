@@ -56,7 +56,8 @@ def microseconds(add_up: Callable[[Tensor], object], x: Tensor) -> float:
 
 def kernels_of(sizes: PushSizes, tp: NcclTP, device: torch.device) -> PushAllReduce:
     """Return our kernels with other limits and memory of their own; all ranks call this at the same time."""
-    memory = SymmetricMemory(tp.memory_group, device, BUFFERS * sizes.buffer_bytes(tp.size))
+    assert dist.group.WORLD is not None
+    memory = SymmetricMemory(dist.group.WORLD, device, BUFFERS * sizes.buffer_bytes(tp.size))
     memory.words.fill_(EMPTY)
     tp.smallest(1)
     return PushAllReduce(Compiler(device), tp.rank, memory, sizes, timeout_s=20.0)

@@ -8,7 +8,7 @@ import torch
 from demo_model.case import Case
 from demo_model.skills import SKILLS, make_case
 from minisgl import LLM, SamplingParams
-from support.gpus import over_gpus
+from support.gpus import in_new_process, over_gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -50,5 +50,5 @@ def test_answers_in_float32_are_those_of_the_cpu(cases: list[Case], on_the_cpu: 
 @over_gpus(1, 2, 4)
 def test_the_score_in_bfloat16_is_that_of_the_cpu(cases: list[Case], on_the_cpu: list[str], tp_size: int) -> None:
     """One case in fifty may differ, where two tokens are nearly as likely."""
-    texts = answers(cases, "cuda", "bfloat16", tp_size)
+    texts = in_new_process(answers, cases, "cuda", "bfloat16", tp_size)
     assert abs(score(cases, texts) - score(cases, on_the_cpu)) <= len(cases) // 50 + 1

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpu.test_gpu_engine import VOCAB, generate, prompts
-from support.gpus import over_gpus
+from support.gpus import in_new_process, over_gpus
 from support.tiny_tokenizer import save_byte_tokenizer
 
 pytestmark = pytest.mark.gpu
@@ -75,7 +75,8 @@ def test_greedy_agrees_with_transformers(folder: Path, graph_max_bs: int) -> Non
 @over_gpus(2, 4)
 def test_experts_over_ranks_agree_with_transformers(folder: Path, tp_size: int, *, whole: bool) -> None:
     """A rank has some experts as a whole, or a part of every expert's intermediate size."""
-    found = regrets(folder, generate(folder, attention_backend="fa", tp_size=tp_size, enable_expert_parallel=whole))
+    options = {"attention_backend": "fa", "tp_size": tp_size, "enable_expert_parallel": whole}
+    found = regrets(folder, in_new_process(generate, folder, **options))
     assert (found > 0.15).float().mean() < 0.02
     assert found.max() < 1.5
 

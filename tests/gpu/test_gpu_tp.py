@@ -20,7 +20,7 @@ from minisgl.distributed.nccl import NcclTP
 from minisgl.engine.state import SlotState
 from minisgl.kernel.base import Norm
 from minisgl.sampling_params import Grammar, SamplingFlags
-from support.gpus import over_gpus
+from support.gpus import in_new_process, over_gpus
 
 pytestmark = pytest.mark.gpu
 
@@ -179,8 +179,7 @@ def tokens_of(tp_size: int, dtype: str, attention: str) -> list[list[int]]:
     return [answer["token_ids"] for answer in answers]
 
 
-@over_gpus(2, 4)
-def test_a_rank_that_dies_ends_the_call_that_needs_it(tp_size: int) -> None:
+def lose_a_rank(tp_size: int) -> None:
     with LLM("demo", "bfloat16", tp_size=tp_size, max_running_req=8) as llm:
         llm.generate(PROMPTS, SamplingParams(max_tokens=2))
         last = llm._ranks._children[-1]
@@ -191,8 +190,11 @@ def test_a_rank_that_dies_ends_the_call_that_needs_it(tp_size: int) -> None:
 
 
 @over_gpus(2, 4)
-def test_a_rank_that_is_stopped_ends_the_call_that_needs_it(tp_size: int) -> None:
-    """Its peers wait in kernels whose own timeout is 300 seconds."""
+def test_a_rank_that_dies_ends_the_call_that_needs_it(tp_size: int) -> None:
+    in_new_process(lose_a_rank, tp_size)
+
+
+def stop_a_rank(tp_size: int) -> None:
     with LLM("demo", "bfloat16", tp_size=tp_size, max_running_req=8, hang_timeout=3.0) as llm:
         llm.generate(PROMPTS, SamplingParams(max_tokens=2))
         last = llm._ranks._children[-1]
@@ -200,6 +202,12 @@ def test_a_rank_that_is_stopped_ends_the_call_that_needs_it(tp_size: int) -> Non
         for _ in range(2):
             with pytest.raises(RuntimeError, match=f"scheduler-{tp_size - 1} hangs: it has not answered for"):
                 llm.generate(PROMPTS * 20, SamplingParams(max_tokens=1000, ignore_eos=True))
+
+
+@over_gpus(2, 4)
+def test_a_rank_that_is_stopped_ends_the_call_that_needs_it(tp_size: int) -> None:
+    """Its peers wait in kernels whose own timeout is 300 seconds."""
+    in_new_process(stop_a_rank, tp_size)
 
 
 def sampled_tokens_of(tp_size: int, *, custom_all_reduce: bool) -> list[list[int]]:
@@ -216,6 +224,7 @@ def sampled_tokens_of(tp_size: int, *, custom_all_reduce: bool) -> list[list[int
         for index in range(len(PROMPTS))
     ]
     with LLM("demo", "bfloat16", tp_size=tp_size, max_running_req=24, custom_all_reduce=custom_all_reduce) as llm:
+        assert llm._engine._tp.pushes == custom_all_reduce
         alone = [llm.generate(PROMPTS[index], params[index])[0] for index in range(5)]  # each kind in graphs of its own
         answers = llm.generate(PROMPTS, params)
         llm.check_idle()
@@ -227,19 +236,39 @@ def test_sharded_logits_are_sampled_as_gathered_ones(tp_size: int) -> None:
     """Without our own all-reduce every rank gathers them, and products norm their inputs, which rounds otherwise: a
     draw near the boundary of two tokens may fall on its other side.
     """
-    divided, gathered = (sampled_tokens_of(tp_size, custom_all_reduce=custom) for custom in (True, False))
+    divided, gathered = (
+        in_new_process(sampled_tokens_of, tp_size, custom_all_reduce=custom) for custom in (True, False)
+    )
     same = sum(a == b for a, b in zip(divided, gathered, strict=True))
     assert same >= len(divided) - 3
 
 
 @over_gpus(2, 4)
 def test_gpus_answer_as_one_does(tp_size: int) -> None:
-    assert tokens_of(tp_size, "float32", "torch") == tokens_of(1, "float32", "torch")
+    assert in_new_process(tokens_of, tp_size, "float32", "torch") == tokens_of(1, "float32", "torch")
 
 
 @over_gpus(2, 4)
 def test_gpus_answer_as_one_does_in_bfloat16_from_graphs(tp_size: int) -> None:
     """Answers may part where two tokens are nearly as likely, because sums are rounded in another order."""
-    several, one = tokens_of(tp_size, "bfloat16", "auto"), tokens_of(1, "bfloat16", "auto")
+    several, one = in_new_process(tokens_of, tp_size, "bfloat16", "auto"), tokens_of(1, "bfloat16", "auto")
     same = sum(a == b for a, b in zip(several, one, strict=True))
     assert same >= len(PROMPTS) * 3 // 4
+
+
+def two_llms(tp_size: int) -> list[tuple[bool, list[list[int]]]]:
+    """Return for each LLM, one after the other, whether it has our all-reduce, and its answers."""
+    found = []
+    for _ in range(2):
+        with LLM("demo", "bfloat16", tp_size=tp_size, max_running_req=24) as llm:
+            answers = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=40))
+            found.append((llm._engine._tp.pushes, [answer["token_ids"] for answer in answers]))
+    return found
+
+
+@over_gpus(2, 4)
+def test_the_second_llm_of_a_process_sums_by_nccl(tp_size: int) -> None:
+    """Its other ranks are new processes, for which torch begins to count again: rank 0 would wait for them for ever."""
+    (first_pushes, first), (second_pushes, second) = in_new_process(two_llms, tp_size)
+    assert (first_pushes, second_pushes) == (True, False)
+    assert sum(a == b for a, b in zip(first, second, strict=True)) >= len(PROMPTS) * 3 // 4

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import ParamSpec, TypeVar
+
 import pytest
 import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def needs_gpus(count: int) -> pytest.MarkDecorator:
@@ -15,3 +23,9 @@ def needs_gpus(count: int) -> pytest.MarkDecorator:
 def over_gpus(*counts: int) -> pytest.MarkDecorator:
     """Run a test with `tp_size` of each of the counts for which there are GPUs."""
     return pytest.mark.parametrize("tp_size", [pytest.param(count, marks=needs_gpus(count)) for count in counts])
+
+
+def in_new_process(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function in a process of its own: only the first LLM of a process gets our all-reduce."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(function, *args, **kwargs).result()

@@ -25,13 +25,12 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 class NcclTP:
     """The default group of torch.distributed. `push` computes the collectives that it supports, NCCL the rest."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, push: PushAllReduce | None = None) -> None:
         self.rank = group.rank()
         self.size = group.size()
         self._device = device
         self._group = group
-        self.memory_group = ""  # name of the ranks for symmetric memory, if that is used
-        self._push: PushAllReduce | None = None
+        self._push = push
         self._aborting = threading.Lock()
         self._aborted = False
 
@@ -54,10 +53,9 @@ class NcclTP:
         assert dist.group.WORLD is not None
         joined = cls(dist.group.WORLD, device)
         if push and joined.smallest(kernels_missing(device) is None):
-            from minisgl.kernel.all_reduce import connect_push, register_ranks
+            from minisgl.kernel.all_reduce import connect_push
 
-            joined.memory_group = register_ranks(store, rank, size)
-            joined._push = connect_push(joined.memory_group, rank, size, device, joined.smallest, timeout_s)
+            joined._push = connect_push(dist.group.WORLD, device, joined.smallest, timeout_s)
         return joined
 
     @property
@@ -110,7 +108,7 @@ class NcclTP:
         return side_by_side(flat.view(self.size, *x.shape), width, out)
 
     def share_rows(self, rows: int, width: int, dtype: torch.dtype) -> SharedRows | None:
-        return None if self._push is None else self._push.share_rows(self.memory_group, rows, width, dtype)
+        return None if self._push is None else self._push.share_rows(self._group, rows, width, dtype)
 
     def smallest(self, value: int) -> int:
         tensor = torch.tensor([int(value)], device=self._device)

@@ -13,13 +13,12 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
-from uuid import uuid4
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store, _SymmetricMemory
 
 from minisgl.kernel.base import Norm
 from minisgl.kernel.compile import Compiler
@@ -34,8 +33,6 @@ _VECTOR_BYTES = 16
 BUFFERS = 3
 EMPTY = -(2**31)
 _CONTROL_WORDS = 4
-
-_NAME_KEY = "name for symmetric memory"
 
 _NORM_MAX_ROWS = 256  # most rows that are normed in the same launch; with more, a separate norm is faster
 _SENDING = "addresses", "control", "rank", "buffer_bytes"  # arguments of skinny_gemm_push among `_shared`
@@ -213,11 +210,8 @@ class PushAllReduce:
         )
         return out
 
-    def share_rows(self, group: str, rows: int, width: int, dtype: torch.dtype) -> RowsOfRanks | None:
-        """Allocate [rows, width] on each rank; None if vectors of 16 bytes do not divide a row.
-
-        `group`: as for `SymmetricMemory`.
-        """
+    def share_rows(self, group: dist.ProcessGroup, rows: int, width: int, dtype: torch.dtype) -> RowsOfRanks | None:
+        """Allocate [rows, width] on each rank; None if vectors of 16 bytes do not divide a row."""
         if width * dtype.itemsize % _VECTOR_BYTES:
             return None
         memory = SymmetricMemory(group, self._memory.addresses.device, rows * width * dtype.itemsize)
@@ -253,30 +247,21 @@ def _by_rows(x: Tensor) -> bool:
     return rest == 0 and vectors % 32 == 0 and vectors <= 1024
 
 
-def register_ranks(store: Store, rank: int, ranks: int) -> str:
-    """Return a name by which torch's symmetric memory finds the ranks that share this store; all ranks call this.
-
-    The name is new, because torch keeps the store of the first group of each name for ever, and names the default group
-    of a process always alike: the second group of a process would wait in the store of the first.
-    """
-    if rank == 0:
-        store.set(_NAME_KEY, uuid4().hex)
-    name = store.get(_NAME_KEY).decode()
-    _SymmetricMemory.set_group_info(name, rank, ranks, PrefixStore(name, store))
-    return name
-
-
 class SymmetricMemory:
     """Memory of a group's ranks, `size` bytes on each GPU, which all can write to. RuntimeError if torch cannot.
 
-    `group`: a name from `register_ranks`.
+    The ranks' processes must have created equally many: torch numbers the rendezvous of each process, whatever their
+    group, and ranks at different numbers wait for each other until the group's timeout.
     """
 
-    def __init__(self, group: str, device: torch.device, size: int) -> None:
+    num_created: ClassVar[int] = 0  # in this process, failures included
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, size: int) -> None:
         # Setting up a multicast object can hang on some hosts, and nothing here uses one.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        SymmetricMemory.num_created += 1
         self.words = symm_mem.empty(size // 4, dtype=torch.int32, device=device)
-        self._handle = _SymmetricMemory.rendezvous(self.words, group)  # its end would unmap the peers' memory
+        self._handle = symm_mem.rendezvous(self.words, group)  # its end would unmap the peers' memory
         self.addresses = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
 
     def of(self, rank: int, count: int) -> Tensor:
@@ -297,14 +282,18 @@ class RowsOfRanks:
 
 
 def connect_push(
-    group: str, rank: int, ranks: int, device: torch.device, smallest: Callable[[int], int], timeout_s: float
+    group: dist.ProcessGroup, device: torch.device, smallest: Callable[[int], int], timeout_s: float
 ) -> PushAllReduce | None:
     """Return this rank's side; None, after a log line, if some rank cannot reach another.
 
-    `group`: as for `SymmetricMemory`. `smallest` returns the least of the ranks' values once all ranks have called it,
-    after the work that is queued on their current streams.
+    `smallest` returns the least of the ranks' values once all ranks have called it, after the work that is queued on
+    their current streams.
     """
+    rank, ranks = group.rank(), group.size()
     why = _obstacle(rank, ranks, device)
+    created = SymmetricMemory.num_created
+    if smallest(created) != -smallest(-created):
+        why = "only the first group of a process can share memory between GPUs"
     memory: SymmetricMemory | None = None
     if smallest(why is None):
         sizes = PUSH_SIZES[ranks]
