@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from minisgl import LLM, SamplingParams
+from minisgl.sampling_params import Grammar
 from support.small_models import save_qwen3, save_smollm2
 
 pytestmark = pytest.mark.gpu
@@ -192,6 +193,24 @@ def test_a_step_that_waits_for_the_host_is_not_measured(folder: Path, monkeypatc
         llm.generate(prompts()[1:2], params)
     assert len(seconds) == 8
     assert all(map(math.isnan, seconds))
+
+
+def test_a_step_with_a_grammar_is_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host waits for the step before and fills the bitmask while the device computes the step."""
+    seconds: list[float] = []
+    with LLM(str(folder), device="cuda", num_page_override=2000) as llm:
+        params = SamplingParams(max_tokens=8, grammar=Grammar("regex", "[a-z]{20}"))
+        llm.generate(prompts()[:1], params)
+        forward, launch = llm._engine.forward, llm._engine._queue.launch
+        monkeypatch.setattr(
+            llm._engine,
+            "forward",
+            lambda batch: (forward(batch), launch(lambda: torch.cuda._sleep(200_000_000))),
+        )
+        monkeypatch.setattr(llm.loop.scheduler, "record", lambda _, taken: seconds.append(taken))
+        llm.generate(prompts()[1:2], params)
+    assert len(seconds) == 8
+    assert all(taken > 0.05 for taken in seconds)
 
 
 def test_seeded_sampling_repeats(folder: Path) -> None:
