@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Generic, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from minisgl.attention.base import AttentionInputs
 from minisgl.attention.model_attention import CapturedDecode, ModelAttention
 from minisgl.context import ForwardContext
-from minisgl.core import A, Batch, Int32Array, Logprobs, StepResult, pages_for
+from minisgl.core import A, Batch, IndexArray, Int32Array, Logprobs, StepResult, pages_for
 from minisgl.engine.logits_processing import process_logits
 from minisgl.engine.sampler import Sampler, compute_logprobs
 from minisgl.engine.state import SlotState
@@ -27,8 +26,6 @@ from minisgl.kernel.recurrent_rows import RecurrentRows, SingleRows, captured_ro
 from minisgl.kvcache.pool import KVPool
 from minisgl.models.base import Model
 from minisgl.uploads import upload
-
-Int64Array: TypeAlias = NDArray[np.int64]
 
 if TYPE_CHECKING:  # needs CUDA's packages
     from minisgl.engine.sharded_logits import ShardedLogits
@@ -90,12 +87,12 @@ def pad_inputs(
     )
 
 
-def _last_pages(batch: Batch, page_size: int) -> Int64Array:
-    """Return the new pages that their rows do not fill, int64 [1, n]; with a windowed group [2, n], its own second."""
+def _last_pages(batch: Batch, page_size: int) -> IndexArray:
+    """Return the new pages in which rows end, [1, n]; with a windowed group [2, n], the second row its pages."""
     last = np.zeros(int(batch.slots.max()) + 1, dtype=np.int32)  # by slot: index of the row's last page
     last[batch.slots] = (batch.start_pos + batch.query_lens - 1) // page_size
     new = batch.new_pages  # [n, 3 or 4]: slot, index in its row, page, windowed page
-    return new[new[:, 1] == last[new[:, 0]], 2:].T.astype(np.int64)
+    return new[new[:, 1] == last[new[:, 0]], 2:].T.astype(np.intp)
 
 
 def _extended(array: Int32Array, count: int, value: int) -> Int32Array:

@@ -92,7 +92,7 @@ def measure_needs(
         tokens = max(min(PREFILL_SIZES[-1], max_prefill_tokens, context_len - 1), 1)
         prompt = _trial_step(np.zeros(1, dtype=np.int32), np.array([tokens], dtype=np.int32))
         useful = launched_tokens(runner, prompt)
-        sizes = sizes.for_prefills(-smallest(-useful))  # the same on all ranks, which share their all-reduces
+        sizes = sizes.for_prefills(-smallest(-useful))  # the largest of all ranks: a late rank delays the others
     torch.cuda.empty_cache()
     graphs = 0 if sizes is None else graphs_bytes(runner, sizes, context_len)
     del runner
