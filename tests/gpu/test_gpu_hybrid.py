@@ -25,6 +25,7 @@ from minisgl.engine.forward import pad_inputs, step_inputs, views_like
 from minisgl.engine.graphs import PrefillGraphs
 from minisgl.layers.delta_net import GatedDeltaNet
 from models.tiny import HYBRID
+from support.prefill_graphs import capture_all_prefills
 from support.tiny_tokenizer import save_byte_tokenizer
 
 pytestmark = pytest.mark.gpu
@@ -84,6 +85,7 @@ def hybrid_engine(folder: Path, **changes: Any) -> Iterator[Engine]:
         state_snapshots=0,
     ) as llm:
         engine = llm._engine
+        capture_all_prefills(engine)
         engine._queue.call(lambda: _fill(engine, pages))
         yield engine
 

@@ -13,6 +13,7 @@ from minisgl import LLM
 from minisgl.core import Batch
 from minisgl.engine.engine import Engine
 from minisgl.engine.graphs import PrefillGraphs
+from support.prefill_graphs import capture_all_prefills
 from support.small_models import save_qwen3
 
 pytestmark = pytest.mark.gpu
@@ -50,6 +51,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
         attention_backend=request.param,
     ) as llm:
         engine = llm._engine
+        capture_all_prefills(engine)
         state, pool = engine._runner.state, pool_of(engine)
 
         def fill() -> None:
