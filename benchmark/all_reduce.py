@@ -23,8 +23,6 @@ from torch import Tensor
 from measuring.arguments import integers
 from measuring.report import table
 from minisgl.distributed.nccl import NcclTP
-from minisgl.kernel.all_reduce import BUFFERS, EMPTY, PushAllReduce, PushSizes, SymmetricMemory
-from minisgl.kernel.compile import Compiler
 
 CALLS = 20  # in a graph
 RUNS = 15
@@ -54,23 +52,29 @@ def microseconds(add_up: Callable[[Tensor], object], x: Tensor) -> float:
     return statistics.median(times)
 
 
-def kernels_of(sizes: PushSizes, tp: NcclTP, device: torch.device) -> PushAllReduce:
-    """Return our kernels with other limits and memory of their own; all ranks call this at the same time."""
+def algorithms(max_bytes: int, tp: NcclTP, device: torch.device) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return our algorithms, each for all tensors of up to so many bytes; all ranks call this at the same time."""
+    # These need CUDA's packages.
+    from minisgl.kernel.all_reduce import BUFFERS, EMPTY, PushAllReduce, PushSizes, SymmetricMemory
+    from minisgl.kernel.compile import Compiler
+
     assert dist.group.WORLD is not None
-    memory = SymmetricMemory(dist.group.WORLD, device, BUFFERS * sizes.buffer_bytes(tp.size))
-    memory.words.fill_(EMPTY)
-    tp.smallest(1)
-    return PushAllReduce(Compiler(device), tp.rank, memory, sizes, timeout_s=20.0)
+    found: dict[str, Callable[[Tensor], Tensor]] = {}
+    for name, sizes in ("one shot us", PushSizes(max_bytes, 0)), ("two shots us", PushSizes(0, max_bytes)):
+        memory = SymmetricMemory(dist.group.WORLD, device, BUFFERS * sizes.buffer_bytes(tp.size))
+        memory.words.fill_(EMPTY)
+        tp.smallest(1)
+        found[name] = PushAllReduce(Compiler(device), tp.rank, memory, sizes, timeout_s=20.0)
+    return found
 
 
-def run_rank(rank: int, ranks: int, sizes: tuple[int, ...], algorithms: bool, meeting: str) -> None:
+def run_rank(rank: int, ranks: int, sizes: tuple[int, ...], by_algorithm: bool, meeting: str) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     tp = NcclTP.connect(rank=rank, size=ranks, init_method=meeting, device=device)
     timed: dict[str, Callable[[Tensor], object]] = {"Minisgl us": tp.all_reduce, "NCCL us": dist.all_reduce}
-    if algorithms:
-        timed["one shot us"] = kernels_of(PushSizes(max(sizes), 0), tp, device)
-        timed["two shots us"] = kernels_of(PushSizes(0, max(sizes)), tp, device)
+    if by_algorithm:
+        timed |= algorithms(max(sizes), tp, device)
     rows = []
     for size in sizes:
         x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
