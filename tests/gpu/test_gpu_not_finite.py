@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from minisgl import LLM, SamplingParams
-from support.small_models import save_qwen3
+from support.small_models import save_qwen3, spoil_token
 
 pytestmark = pytest.mark.gpu
 
@@ -22,10 +20,7 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = save_qwen3(
         tmp_path_factory.mktemp("damaged"), weights=True, vocab_size=VOCAB, num_layers=2, tie_word_embeddings=False
     )
-    weights = load_file(folder / "model.safetensors")
-    weights["model.embed_tokens.weight"][BAD] = torch.nan
-    weights["lm_head.weight"][BAD] = 0.0  # its logit is never the largest
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    spoil_token(folder, BAD)
     return folder
 
 

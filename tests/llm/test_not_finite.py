@@ -7,12 +7,11 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-import torch
 
 from minisgl import LLM
 from minisgl.sampling_params import Grammar, SamplingParams
 from support.server import Server
-from support.unicode_tokenizer import save_unicode_tokenizer
+from support.small_models import save_tiny_qwen3, spoil_token
 
 BAD = 200  # token whose embedding is NaN
 BAD_PROMPT = [*range(2, 10), BAD, *range(20, 30)]
@@ -22,29 +21,9 @@ MESSAGE = "the model's logits are NaN or infinite, so no token can be chosen"
 
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     folder = tmp_path_factory.mktemp("models") / "damaged"
-    folder.mkdir()
-    config = Qwen3Config(
-        vocab_size=save_unicode_tokenizer(folder),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        initializer_range=0.3,
-        tie_word_embeddings=False,
-        dtype="float32",
-    )
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(config)
-    with torch.no_grad():
-        model.model.embed_tokens.weight[BAD] = torch.nan
-        model.lm_head.weight[BAD] = 0.0  # its logit is never the largest
-    model.save_pretrained(folder)
+    save_tiny_qwen3(folder, max_position_embeddings=512, tie_word_embeddings=False)
+    spoil_token(folder, BAD)
     return folder
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from pooling_models import Reference, save, save_embedder, texts, unit
-from safetensors.torch import load_file, save_file
 
 from minisgl import LLM
 from minisgl.core import DeviceOutOfMemory
 from minisgl.models.hub import demo_folder
 from minisgl.sampling_params import InvalidRequest, SamplingParams
+from support.small_models import spoil_token
 
 TOLERANCE = 1e-5
 TIGHT: dict[str, Any] = {"max_extend_tokens": 24, "page_size": 4, "max_running_req": 4}  # prompts are cut into chunks
@@ -93,9 +93,7 @@ def test_a_retracted_prompt_gets_its_vector(tmp_path: Path) -> None:
 def test_a_vector_that_is_not_finite_is_an_error(tmp_path: Path) -> None:
     """JSON has no NaN, and a vector of nulls would only fail later, in the client's index."""
     folder = save_embedder(tmp_path / "damaged")
-    weights = load_file(folder / "model.safetensors")
-    weights["embed_tokens.weight"][5] = float("nan")
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    spoil_token(folder, 5)
     with LLM(str(folder), **TIGHT) as llm:
         expected = llm.embed([[1, 2, 3]])
         with pytest.raises(RuntimeError, match="NaN or infinite"):

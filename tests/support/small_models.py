@@ -1,4 +1,7 @@
-"""Model folders for GPU tests: Qwen3 and SmolLM2 shapes cut down, and a tokenizer of one token a byte."""
+"""Small model folders with random weights.
+
+For GPU tests: Qwen3 and SmolLM2 shapes cut down, and a tokenizer of one token a byte. For others: a tiny Qwen3.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from support.tiny_tokenizer import save_byte_tokenizer
+from support.unicode_tokenizer import save_unicode_tokenizer
 
 _TOKENIZER_VOCAB = 5000  # at most: larger vocabularies have tokens without text
 
@@ -69,3 +73,44 @@ def save_qwen3(path: Path, *, weights: bool, vocab_size: int = 5000, num_layers:
         config.save_pretrained(path)
     save_byte_tokenizer(path, min(vocab_size, _TOKENIZER_VOCAB))
     return path
+
+
+def save_tiny_qwen3(path: Path, **changes: Any) -> Path:
+    """A Qwen3 of two tiny layers in float32 over the 38,000 tokens of `unicode_tokenizer`.
+
+    `changes` are further fields of its configuration.
+    """
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    path.mkdir(exist_ok=True)
+    fields: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.3,
+        "dtype": "float32",
+        **changes,
+    }
+    config = Qwen3Config(vocab_size=save_unicode_tokenizer(path), **fields)
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def spoil_token(path: Path, token: int) -> None:
+    """Make a model compute NaN wherever a token stands. A head of its own never chooses that token."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(path / "model.safetensors")
+    for name, weight in weights.items():
+        if name.endswith("embed_tokens.weight"):
+            weight[token] = torch.nan
+        elif name == "lm_head.weight":
+            weight[token] = 0.0
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
