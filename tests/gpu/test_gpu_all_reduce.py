@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.gpus import sum_over_ranks
+
 pytestmark = pytest.mark.gpu
 
 EMPTY = -(2**31)
@@ -50,15 +52,6 @@ class Ranks:
         return got
 
 
-def sum_of(values: Sequence[Tensor], residual: Tensor | None = None) -> Tensor:
-    """Add in float32 and in the order of the ranks, round, add the residual, round again."""
-    total = torch.zeros_like(values[0], dtype=torch.float32)
-    for value in values:
-        total += value.float()
-    rounded = total.to(values[0].dtype)
-    return rounded if residual is None else rounded + residual
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("sizes", [ONE_SHOT, TWO_SHOT], ids=["one_shot", "two_shot"])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -72,7 +65,7 @@ def test_every_rank_gets_the_sum_bit_for_bit(ranks: int, sizes: tuple[int, int],
         values[0][::3] = -0.0
         values[-1][::6] = -0.0
         for residual in (None, torch.randn_like(values[0])):
-            want = sum_of(values, residual)
+            want = sum_over_ranks(values, residual)
             first, *others = group(values, residual)
             assert torch.equal(first, want)
             assert all(torch.equal(other.view(torch.int16), first.view(torch.int16)) for other in others)
@@ -100,7 +93,7 @@ def test_a_sum_is_normed_to_the_bits_of_its_norm(ranks: int, dtype: torch.dtype,
             with torch.cuda.stream(stream):
                 got.append(side.sum_and_norm(x, residual, norm))
         torch.cuda.synchronize()
-        total = sum_of(values, residual)
+        total = sum_over_ranks(values, residual)
         wanted = ops.rms_norm(total, norm)
         assert all(torch.equal(x, total) and torch.equal(normed, wanted) for x, normed in got)
         assert all(torch.equal(x, total) for x in group(values, residual))
@@ -123,7 +116,7 @@ def test_products_are_summed_to_the_bits_of_separate_sums(ranks: int, dtype: tor
         weights = [(torch.randn((width, size), device="cuda") * 0.02).to(dtype) for _ in range(ranks)]
         residual = torch.randn((rows, width), device="cuda").to(dtype)
         parts = [ops.linear(x, weight) for x, weight in zip(inputs, weights, strict=True)]
-        total = sum_of(parts, residual)
+        total = sum_over_ranks(parts, residual)
         for one in (norm, None):
             got, copies = [], [residual.clone() for _ in range(ranks)]
             torch.cuda.synchronize()
@@ -159,7 +152,7 @@ def test_every_rank_gets_all_columns(ranks: int, dtype: torch.dtype) -> None:
         torch.cuda.synchronize()
         wanted = torch.cat(values, dim=1)[:, :width]
         assert all(torch.equal(out, wanted) for out in outs)
-        total = sum_of(values)
+        total = sum_over_ranks(values)
         assert all(torch.equal(got, total) for got in group(values))
 
 

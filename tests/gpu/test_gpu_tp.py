@@ -20,7 +20,7 @@ from minisgl.distributed.nccl import NcclTP
 from minisgl.engine.state import SlotState
 from minisgl.kernel.base import Norm
 from minisgl.sampling_params import Grammar, SamplingFlags
-from support.gpus import in_new_process, over_gpus
+from support.gpus import in_new_process, over_gpus, sum_over_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -59,7 +59,7 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
         dist.all_reduce(nccl)
         # NCCL rounds after each addition, so it has the bits of the exact sum only with two ranks.
         as_nccl = torch.equal(ours, nccl) if size == 2 else torch.allclose(ours, nccl, rtol=0.02, atol=0.1)
-        if not (as_nccl and torch.equal(ours, sum_of(parts))):
+        if not (as_nccl and torch.equal(ours, sum_over_ranks(parts))):
             wrong.append(f"{rows} rows")
     used = tp.pushes
     ops, norm = CudaOps(device), Norm(torch.full((ROW,), 1.5, device=device, dtype=torch.bfloat16), 1e-6)
@@ -67,7 +67,7 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
         parts = values(rows, rows + 1)
         residual = parts[0][:-1].contiguous()
         total, normed = tp.all_reduce_norm(parts[rank][1:].clone(), residual, norm)
-        wanted = sum_of(parts)[1:] + residual
+        wanted = sum_over_ranks(parts)[1:] + residual
         if not torch.equal(total, wanted) or (
             normed is not None and not torch.equal(normed, ops.rms_norm(wanted, norm))
         ):
@@ -101,14 +101,6 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
     tp.abort()
 
 
-def sum_of(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Add in float32 and in the order of the ranks, and round once."""
-    total = torch.zeros_like(parts[0], dtype=torch.float32)
-    for part in parts:
-        total += part.float()
-    return total.to(parts[0].dtype)
-
-
 def replays(tp: NcclTP, values: Callable[[int, int], list[torch.Tensor]], rows: int) -> list[int]:
     """Return the replays, of 40, that end with wrong sums; each computes 65."""
     x, y, residual = (torch.zeros_like(values(0, rows)[0]) for _ in range(3))
@@ -123,7 +115,7 @@ def replays(tp: NcclTP, values: Callable[[int, int], list[torch.Tensor]], rows: 
         x.copy_(parts[tp.rank][:-1])
         residual.copy_(parts[0][1:])
         graph.replay()
-        if not torch.equal(y, sum_of(parts)[:-1] + residual):
+        if not torch.equal(y, sum_over_ranks(parts)[:-1] + residual):
             wrong.append(epoch)
     return wrong
 

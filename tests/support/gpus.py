@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import ParamSpec, TypeVar
 
 import pytest
 import torch
+from torch import Tensor
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -29,3 +30,12 @@ def in_new_process(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwarg
     """Call a function in a process of its own: only the first LLM of a process gets our all-reduce."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         return process.submit(function, *args, **kwargs).result()
+
+
+def sum_over_ranks(values: Sequence[Tensor], residual: Tensor | None = None) -> Tensor:
+    """Add in float32 and in the order of the ranks, round, add the residual, round again."""
+    total = torch.zeros_like(values[0], dtype=torch.float32)
+    for value in values:
+        total += value.float()
+    rounded = total.to(values[0].dtype)
+    return rounded if residual is None else rounded + residual
