@@ -54,17 +54,14 @@ def microseconds(add_up: Callable[[Tensor], object], x: Tensor) -> float:
 
 def algorithms(max_bytes: int, tp: NcclTP, device: torch.device) -> dict[str, Callable[[Tensor], Tensor]]:
     """Return our algorithms, each for all tensors of up to so many bytes; all ranks call this at the same time."""
-    # These need CUDA's packages.
-    from minisgl.kernel.all_reduce import BUFFERS, EMPTY, PushAllReduce, PushSizes, SymmetricMemory
-    from minisgl.kernel.compile import Compiler
+    from minisgl.kernel.all_reduce import PushSizes, connect_push  # needs CUDA's packages
 
     assert dist.group.WORLD is not None
     found: dict[str, Callable[[Tensor], Tensor]] = {}
     for name, sizes in ("one shot us", PushSizes(max_bytes, 0)), ("two shots us", PushSizes(0, max_bytes)):
-        memory = SymmetricMemory(dist.group.WORLD, device, BUFFERS * sizes.buffer_bytes(tp.size))
-        memory.words.fill_(EMPTY)
-        tp.smallest(1)
-        found[name] = PushAllReduce(Compiler(device), tp.rank, memory, sizes, timeout_s=20.0)
+        push = connect_push(dist.group.WORLD, device, tp.smallest, timeout_s=20.0, sizes=sizes)
+        if push is not None:  # otherwise the log says why
+            found[name] = push
     return found
 
 

@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 # Constants of all_reduce.cu.
 _VECTOR_BYTES = 16
-BUFFERS = 3
-EMPTY = -(2**31)
+_BUFFERS = 3
+_EMPTY = -(2**31)
 _CONTROL_WORDS = 4
 
 _NORM_MAX_ROWS = 256  # most rows that are normed in the same launch; with more, a separate norm is faster
@@ -282,12 +282,16 @@ class RowsOfRanks:
 
 
 def connect_push(
-    group: dist.ProcessGroup, device: torch.device, smallest: Callable[[int], int], timeout_s: float
+    group: dist.ProcessGroup,
+    device: torch.device,
+    smallest: Callable[[int], int],
+    timeout_s: float,
+    sizes: PushSizes | None = None,
 ) -> PushAllReduce | None:
     """Return this rank's side; None, after a log line, if some rank cannot reach another.
 
     `smallest` returns the least of the ranks' values once all ranks have called it, after the work that is queued on
-    their current streams.
+    their current streams. `sizes`: the limits of the algorithms, if not those for this number of ranks.
     """
     rank, ranks = group.rank(), group.size()
     why = _obstacle(rank, ranks, device)
@@ -296,14 +300,14 @@ def connect_push(
         why = "only the first group of a process can share memory between GPUs"
     memory: SymmetricMemory | None = None
     if smallest(why is None):
-        sizes = PUSH_SIZES[ranks]
+        sizes = sizes or PUSH_SIZES[ranks]
         try:
-            memory = SymmetricMemory(group, device, BUFFERS * sizes.buffer_bytes(ranks))
+            memory = SymmetricMemory(group, device, _BUFFERS * sizes.buffer_bytes(ranks))
         except Exception as error:  # whatever torch, the driver or the container makes of it
             why = f"no symmetric memory: {one_line(error)}"
         if smallest(memory is not None) and memory is not None:
             if smallest(_reaches_all(memory, rank, ranks, smallest)):
-                memory.words.fill_(EMPTY)
+                memory.words.fill_(_EMPTY)
                 smallest(1)
                 return PushAllReduce(Compiler(device), rank, memory, sizes, timeout_s=timeout_s)
             why = "what one GPU writes another does not read"
