@@ -49,7 +49,7 @@ def test_the_server_says_so_in_a_line(tmp_path: Path) -> None:
 
 
 def test_without_a_folder_that_can_be_written_the_server_says_so_in_a_line() -> None:
-    """As in a container whose disk is read-only: the limit lets no process write to a file."""
+    """A container with a read-only disk has no such folder. Here a limit lets no process write to a file."""
     command = f"ulimit -f 0 && exec {sys.executable} -m minisgl --port 0"
     done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=300, check=False)
     assert done.returncode == 2
