@@ -1,6 +1,6 @@
 """Trial of launches: how large must a prefill be to take the GPU longer than its launches take the host?
 
-A layer takes the host 0.1 to 0.6 ms to launch, which depends on the machine and on the ranks' all-reduces.
+A host launches a layer's operations in 0.1 to 0.6 ms, depending on the machine and on the ranks' all-reduces.
 """
 
 from __future__ import annotations
