@@ -27,7 +27,7 @@ def over_gpus(*counts: int) -> pytest.MarkDecorator:
 
 
 def in_new_process(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a function in a process of its own: only the first LLM of a process gets our all-reduce."""
+    """Call a function in a process of its own, where a rank that was killed leaves nothing to later tests."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         return process.submit(function, *args, **kwargs).result()
 

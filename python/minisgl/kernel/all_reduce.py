@@ -13,12 +13,14 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore, _register_process_group, _unregister_process_group
+from torch.distributed.distributed_c10d import GroupName
 
 from minisgl.kernel.base import Norm
 from minisgl.kernel.compile import Compiler
@@ -36,6 +38,8 @@ _CONTROL_WORDS = 4
 
 _NORM_MAX_ROWS = 256  # most rows that are normed in the same launch; with more, a separate norm is faster
 _SENDING = "addresses", "control", "rank", "buffer_bytes"  # arguments of skinny_gemm_push among `_shared`
+
+_ALONE = GroupName("minisgl-alone")  # a group of one process
 
 _DTYPES = {torch.bfloat16, torch.float16, torch.float32} & set(SCALAR_NAMES)
 
@@ -250,16 +254,12 @@ def _by_rows(x: Tensor) -> bool:
 class SymmetricMemory:
     """Memory of a group's ranks, `size` bytes on each GPU, which all can write to. RuntimeError if torch cannot.
 
-    The ranks' processes must have created equally many: torch numbers the rendezvous of each process, whatever their
-    group, and ranks at different numbers wait for each other until the group's timeout.
+    `group` is a group or its name. The next rendezvous of all its ranks must have one number (`_number_alike`).
     """
 
-    num_created: ClassVar[int] = 0  # in this process, failures included
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, size: int) -> None:
+    def __init__(self, group: dist.ProcessGroup | GroupName, device: torch.device, size: int) -> None:
         # Setting up a multicast object can hang on some hosts, and nothing here uses one.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        SymmetricMemory.num_created += 1
         self.words = symm_mem.empty(size // 4, dtype=torch.int32, device=device)
         self._handle = symm_mem.rendezvous(self.words, group)  # its end would unmap the peers' memory
         self.addresses = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
@@ -295,11 +295,8 @@ def connect_push(
     """
     rank, ranks = group.rank(), group.size()
     why = _obstacle(rank, ranks, device)
-    created = SymmetricMemory.num_created
-    if smallest(created) != -smallest(-created):
-        why = "only the first group of a process can share memory between GPUs"
     memory: SymmetricMemory | None = None
-    if smallest(why is None):
+    if smallest(why is None) and (why := _number_alike(device, smallest)) is None:
         sizes = sizes or PUSH_SIZES[ranks]
         try:
             memory = SymmetricMemory(group, device, _BUFFERS * sizes.buffer_bytes(ranks))
@@ -324,6 +321,37 @@ def _obstacle(rank: int, ranks: int, device: torch.device) -> str | None:
         str(peer) for peer in range(ranks) if peer != rank and not torch.cuda.can_device_access_peer(device, peer)
     ]
     return f"no peer access from {device} to GPU {', '.join(unreachable)}" if unreachable else None
+
+
+def _number_alike(device: torch.device, smallest: Callable[[int], int]) -> str | None:
+    """Make torch give the next rendezvous of all ranks one number. None, or why it is impossible, at all ranks alike.
+
+    torch counts the rendezvous of a process, not of a group (https://github.com/pytorch/pytorch/issues/196082), and
+    ranks at different numbers wait for each other until the group's timeout. So if rank 0's process has had another
+    `LLM`, its new processes first meet with themselves until they have its number.
+    """
+    number, why = _meet_alone(device)
+    latest = -smallest(-number)
+    while 0 <= number < latest:
+        number, why = _meet_alone(device)
+    if smallest(0 <= number == latest):
+        return None
+    return why or "the processes of the ranks are at different rendezvous"
+
+
+def _meet_alone(device: torch.device) -> tuple[int, str | None]:
+    """Return torch's number for a rendezvous of this process with itself, or -1 and why there is none."""
+    store = HashStore()
+    group = dist.ProcessGroup(store, 0, 1)
+    _register_process_group(_ALONE, group)
+    try:
+        SymmetricMemory(_ALONE, device, _VECTOR_BYTES)
+        # torch exchanges values under keys such as CUDASymmetricMemory/5/0.
+        return max((int(key.split("/")[1]) for key in store.list_keys()), default=0), None
+    except Exception as error:  # whatever torch, the driver or the container makes of it
+        return -1, f"no symmetric memory: {one_line(error)}"
+    finally:
+        _unregister_process_group(_ALONE)
 
 
 def _reaches_all(memory: SymmetricMemory, rank: int, ranks: int, smallest: Callable[[int], int]) -> bool:
