@@ -10,8 +10,9 @@
 // shared memory, and those of a cluster's blocks through distributed shared memory.
 //
 // A long row is cut into splits of equal size (split-KV). Their number depends on the row's length alone, not on the
-// other rows. The row's own cluster takes the first split. The grid has spare clusters in addition to one per row, and
-// these take the other splits. The cluster that finishes last merges all splits of the row.
+// other rows. The row's own cluster takes the first split, or, with FAIR, the first few (`own_splits`). The grid has
+// spare clusters in addition to one per row, and these take the other splits. The cluster that finishes last merges all
+// splits of the row. A split has the same bits whichever cluster computes it.
 //
 // The tensor cores compute the scores as K [16 tokens, dims] @ q^T [dims, 8 heads] and the output as V^T [dims, 16
 // tokens] @ p^T [16 tokens, 8 heads], where p are the softmax weights. A product sums over its inner axis, so the order
@@ -31,8 +32,9 @@
 // -DHEAD_DIM: 64, 128, 256 or 512. -DSTORES: 0 or 1. -DGROUP: query heads per KV head, at most 8. -DPAGE_SIZE: a power
 // of two. -DCLUSTER: blocks per cluster. -DWARPS: warps per block, at least 2. -DBLOCKS_OF_SM: resident blocks per SM
 // that the registers must allow. -DSPARES_FIRST=1: spare clusters come before those of the rows in the grid, so they
-// begin first. -DROUNDED=1: the output is rounded to FP8 as in quantize_groups.cu, with one scale per head of 128
-// dimensions; a block must then merge whole heads of 128 dimensions. -DCACHE: see fp8.cuh.
+// begin first. -DFAIR=1: a row's own cluster takes its fair part of the row's splits; there must be as many spare
+// clusters as run at a time. -DROUNDED=1: the output is rounded to FP8 as in quantize_groups.cu, with one scale per
+// head of 128 dimensions; a block must then merge whole heads of 128 dimensions. -DCACHE: see fp8.cuh.
 #include "cluster.cuh"
 #include "mma.cuh"
 #include "rounding.cuh"
@@ -74,18 +76,25 @@ struct Cutting {
   int num_kv_splits, min_tiles, max_tiles, max_splits;
 };
 
+// Number of tiles with cached tokens that the query of a row of `length` tokens sees.
+__device__ __forceinline__ int tiles_seen(int length, int window) {
+  int end = STORES ? length - 1 : length, first = window ? max(0, length - window) : 0;
+  return first < end ? (end + TILE - 1) / TILE - first / TILE : 0;
+}
+
 // Work of a cluster: one split of a row, for one part of a KV head.
 struct Unit {
   int row, part, split, splits;
-  int tile, tiles;  // first tile, and the end of the tiles
+  int size;         // tiles of every split except the last, which may have fewer
+  int tile, tiles;  // first tile of the split, and the end of its tiles
   int position;     // position of the query
   int first, end;   // range of the cached positions that the query sees
 
   // Set everything that follows from the row's length; row, part and split are set.
   __device__ __forceinline__ void set_length(int length, int window, const Cutting& cutting) {
     position = length - 1, end = STORES ? position : length, first = window ? max(0, position - window + 1) : 0;
-    int from = first / TILE, count = first < end ? (end + TILE - 1) / TILE - from : 0, size = count;
-    splits = 1;
+    int from = first / TILE, count = tiles_seen(length, window);
+    splits = 1, size = count;
     if (count > 2 * cutting.min_tiles) {
       size =
           min(max((count + cutting.num_kv_splits - 1) / cutting.num_kv_splits, cutting.min_tiles), cutting.max_tiles);
@@ -95,7 +104,23 @@ struct Unit {
     }
     tile = from + split * size, tiles = min(tile + size, from + count);
   }
+
+  // Number of splits that the row's own cluster takes, one after another. With FAIR it takes as many as have `fair`
+  // tiles: so spare clusters share long rows among short ones, but not rows of equal length, which keep the GPU busy by
+  // themselves. The number is rounded up, because it is faster to read on in a row than to begin another.
+  __device__ __forceinline__ int own_splits(int fair) const {
+    return min(FAIR ? max((fair + size - 1) / max(size, 1), 1) : 1, splits);
+  }
 };
+
+// Number of tiles that each of `clusters` would have if they shared the step's tiles equally. Called by a whole warp.
+__device__ __forceinline__ int fair_tiles(const int* lengths, int rows, int window, int clusters) {
+  if (!FAIR) return 0;
+  int tiles = 0;
+#pragma unroll 4
+  for (int row = threadIdx.x & 31; row < rows; row += 32) tiles += tiles_seen(lengths[row], window);
+  return __reduce_add_sync(0xffffffffu, tiles) / clusters;
+}
 
 struct Cache {
   const C* k;  // K of the KV head
@@ -325,19 +350,20 @@ __device__ __forceinline__ void merge_splits(const Output& to, const float* reco
   }
 }
 
-// Find the index-th split among all splits that are not the first of their row; false if there are fewer. Called by a
-// whole warp.
+// Find the index-th split among all splits that the rows' own clusters do not take; false if there are fewer. Called by
+// a whole warp.
 __device__ __forceinline__ bool find_split(
-    Unit& unit, int index, const int* lengths, int rows, int window, const Cutting& cutting) {
+    Unit& unit, int index, const int* lengths, int rows, int window, const Cutting& cutting, int spares) {
   int left = index, lane = threadIdx.x & 31, longest = 0;
 #pragma unroll 8
   // Fast path: check the longest row first, because usually no row is split.
   for (int row = lane; row < rows; row += 32) longest = max(longest, lengths[row]);
   if (!__any_sync(0xffffffffu, longest / TILE >= 2 * cutting.min_tiles)) return false;
+  int fair = fair_tiles(lengths, rows, window, spares);
   for (int base = 0; base < rows; base += 32) {
     Unit at = {};
     if (base + lane < rows) at.set_length(lengths[base + lane], window, cutting);
-    int more = max(at.splits - 1, 0), until = more;
+    int own = at.own_splits(fair), more = at.splits - own, until = more;
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {
       int below = __shfl_up_sync(0xffffffffu, until, offset);
@@ -347,7 +373,7 @@ __device__ __forceinline__ bool find_split(
     if (beyond) {
       int there = __ffs(beyond) - 1;
       unit.row = base + there;
-      unit.split = 1 + left - __shfl_sync(0xffffffffu, until - more, there);
+      unit.split = left - __shfl_sync(0xffffffffu, until - more - own, there);
       return true;
     }
     left -= __shfl_sync(0xffffffffu, until, 31);
@@ -375,6 +401,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
   __shared__ float block_max[CLUSTER][GROUP], block_sum[CLUSTER][GROUP];
   __shared__ alignas(16) float block[CLUSTER][OWN_VALUES];
   __shared__ bool is_last;
+  __shared__ volatile int kept_until, kept_size;  // FAIR: values between splits, for which the loop has no registers
   Cutting cutting = {num_kv_splits, min_tiles, max_tiles, max_splits};
   int rank = blockIdx.x, parts = gridDim.y, kv_heads = parts / VALUE_SPLIT;
   int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, part = rank * WARPS + warp;
@@ -388,7 +415,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
   int index = SPARES_FIRST ? blockIdx.z : blockIdx.z - rows;  // split that a spare cluster takes
   do {
     if (is_spare) {
-      if (!find_split(unit, index, lengths, rows, window, cutting)) return;
+      if (!find_split(unit, index, lengths, rows, window, cutting, spares)) return;
       index += spares;
     }
     if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // this block has begun
@@ -397,10 +424,10 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
     cache.k = k_cache + kv_head * HEAD_DIM, cache.v = v_cache + kv_head * HEAD_DIM + first_value;
     cache.pages = page_table + slot * table_stride;
     unit.set_length(lengths[unit.row], window, cutting);
-    int tile = unit.tile + part, tiles = unit.tiles;
+    int tile = unit.tile + part;
     uint4 k[2][K_LOADS], v[4][V_LOADS];
     long long start = 0;  // offset of the tile
-    if (tile < tiles) {
+    if (tile < unit.tiles) {
       start = place(cache, tile * TILE);
       load_k(k, cache, start, tile, unit.end), load_v(v, cache, start, tile, unit.end);
     }
@@ -408,6 +435,12 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
     // loads would delay the loads below.
     bool starts_early = CLUSTER == 8 && unit.splits == 1;
     if (starts_early) start_successor();
+    // The cluster takes the splits from unit.split to before `until`, and their tiles end at `tiles`.
+    int until = unit.split + 1, tiles = unit.tiles;
+    if (FAIR && !is_spare && unit.splits > 1) {
+      until = unit.own_splits(fair_tiles(lengths, rows, window, spares));
+      tiles = min(unit.tile + until * unit.size, (unit.end + TILE - 1) / TILE);
+    }
     int ahead = max(min(tile + STEP, tiles - 1), 0);
     long long next_start = place(cache, ahead * TILE);  // a page's index is read one tile early
     // Prefetch constants: the weights read since the previous layer have evicted them from L2.
@@ -420,8 +453,9 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
     wait_for_predecessor();
 
     const T* heads = qkv + (long long)unit.row * (GROUP + (STORES ? 2 : 0)) * kv_heads * HEAD_DIM;
-    // This block stores the new token's K and V, and computes its partial result.
-    bool has_new = STORES && unit.split == unit.splits - 1 && rank == CLUSTER - 1;
+    // This block stores the new token's K and V, and computes its partial result in the last split.
+    bool takes_new = STORES && until == unit.splits && rank == CLUSTER - 1;
+    if (FAIR && threadIdx.x == 0) kept_until = until, kept_size = unit.size;
     Head key;  // key of the new token
     const T* new_key = heads + (GROUP * kv_heads + kv_head) * HEAD_DIM;
     for (int first = warp; first < 8; first += HEADS_AT_ONCE * WARPS) {
@@ -431,7 +465,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
         int head = first + i * WARPS;
         if (head < GROUP) own[i].load(heads + (kv_head * GROUP + head) * HEAD_DIM);
       }
-      if (HEADS_AT_ONCE > 1 && has_new && warp == WARPS - 1) key.load(new_key);
+      if (HEADS_AT_ONCE > 1 && takes_new && warp == WARPS - 1) key.load(new_key);
 #pragma unroll
       for (int i = 0; i < HEADS_AT_ONCE; ++i) {
         int head = first + i * WARPS;
@@ -442,7 +476,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
         }
       }
     }
-    if (has_new) {
+    if (takes_new) {
       long long to = place(cache, unit.position) + kv_head * HEAD_DIM;
       if (warp == WARPS - 1) {
         if (HEADS_AT_ONCE == 1) key.load(new_key);
@@ -477,159 +511,167 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
 
     uint4 kept[STRIPS];
     if (KEEP_Q) load_q(kept, q);
-    // A lane has heads 2p and 2p + 1: their highest score, their sum, and dimensions g and g + 8 of each 16 dimensions
-    // of the output.
-    float highest[2] = {-INF, -INF}, sum[2] = {}, o[HALVES * 4][4] = {};
+    for (;;) {  // one split after another
+      // A lane has heads 2p and 2p + 1: their highest score, their sum, and dimensions g and g + 8 of each 16
+      // dimensions of the output.
+      float highest[2] = {-INF, -INF}, sum[2] = {}, o[HALVES * 4][4] = {};
 
-    for (; tile < tiles; tile += STEP) {
-      float s[4] = {};
+      for (; tile < unit.tiles; tile += STEP) {
+        float s[4] = {};
 #pragma unroll
-      for (int piece = 0; piece < VALUE_SPLIT; ++piece) {
-        if (piece > 0) load_k(k, cache, start, tile, unit.end, piece);
-        uint4 loaded[STRIPS];
-        if (!KEEP_Q) load_q(loaded, q, piece);
+        for (int piece = 0; piece < VALUE_SPLIT; ++piece) {
+          if (piece > 0) load_k(k, cache, start, tile, unit.end, piece);
+          uint4 loaded[STRIPS];
+          if (!KEEP_Q) load_q(loaded, q, piece);
 #pragma unroll
-        for (int j = 0; j < STRIPS; ++j) {
-          uint4 b = KEEP_Q ? kept[j] : loaded[j];
+          for (int j = 0; j < STRIPS; ++j) {
+            uint4 b = KEEP_Q ? kept[j] : loaded[j];
 #pragma unroll
-          for (int i = 4 * j; i < 4 * j + 4; i += 2)
-            mma<M>(s, two_of_k(k[0], i), two_of_k(k[1], i), two_of_k(k[0], i + 1), two_of_k(k[1], i + 1),
-                   word(b, i % 4), word(b, i % 4 + 1));
+            for (int i = 4 * j; i < 4 * j + 4; i += 2)
+              mma<M>(s, two_of_k(k[0], i), two_of_k(k[1], i), two_of_k(k[0], i + 1), two_of_k(k[1], i + 1),
+                     word(b, i % 4), word(b, i % 4 + 1));
+          }
         }
-      }
-      int next = tile + STEP;
-      start = next_start;
-      if (next < tiles) {
-        load_k(k, cache, start, next, unit.end);
-        next_start = place(cache, min(next + STEP, tiles - 1) * TILE);
+        int next = tile + STEP;
+        start = next_start;
+        if (next < tiles) {
+          load_k(k, cache, start, next, unit.end);
+          next_start = place(cache, min(next + STEP, tiles - 1) * TILE);
+        }
+
+        int position = tile * TILE + (lane >> 2);
+        bool low_in = position < unit.end && position >= unit.first,
+             high_in = position + 8 < unit.end && position + 8 >= unit.first;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          s[i] = low_in ? s[i] * scale : -INF, s[i + 2] = high_in ? s[i + 2] * scale : -INF;
+          // `higher` is finite: every tile has at least one position that is not masked.
+          float higher = fmaxf(highest[i], column_max(fmaxf(s[i], s[i + 2])));
+          float fade = exp2f(highest[i] - higher);
+          highest[i] = higher;
+          s[i] = exp2f(s[i] - higher), s[i + 2] = exp2f(s[i + 2] - higher);
+          sum[i] = sum[i] * fade + s[i] + s[i + 2];
+#pragma unroll
+          for (int n = 0; n < HALVES * 4; ++n) o[n][i] *= fade, o[n][i + 2] *= fade;
+        }
+        unsigned p0 = transpose(pack<M>(s[0], s[1])), p1 = transpose(pack<M>(s[2], s[3]));
+#pragma unroll
+        for (int n = 0; n < HALVES * 4; ++n) {  // a thread's dimensions 2n and 2n + 1 are rows g and g + 8
+          unsigned a[4];
+          two_of_v(a, v, n);
+          mma<M>(o[n], a[0], a[1], a[2], a[3], p0, p1);
+        }
+        if (next < tiles) load_v(v, cache, start, next, unit.end);
       }
 
-      int position = tile * TILE + (lane >> 2);
-      bool low_in = position < unit.end && position >= unit.first,
-           high_in = position + 8 < unit.end && position + 8 >= unit.first;
+      bool has_new = takes_new && unit.split == unit.splits - 1, continues = FAIR && unit.split + 1 < kept_until;
+      if (!starts_early && !continues) start_successor();
+
+      // Merge the partial results of the warps and of the new token.
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        s[i] = low_in ? s[i] * scale : -INF, s[i + 2] = high_in ? s[i + 2] * scale : -INF;
-        // `higher` is finite: every tile has at least one position that is not masked.
-        float higher = fmaxf(highest[i], column_max(fmaxf(s[i], s[i + 2])));
-        float fade = exp2f(highest[i] - higher);
-        highest[i] = higher;
-        s[i] = exp2f(s[i] - higher), s[i + 2] = exp2f(s[i + 2] - higher);
-        sum[i] = sum[i] * fade + s[i] + s[i + 2];
+        int head = (lane & 3) * 2 + i;
+        float all = column_sum(sum[i]);
+        if (lane < 4) partial_max[warp][head] = highest[i], partial_sum[warp][head] = all;
+        if (head < GROUP) {
 #pragma unroll
-        for (int n = 0; n < HALVES * 4; ++n) o[n][i] *= fade, o[n][i + 2] *= fade;
-      }
-      unsigned p0 = transpose(pack<M>(s[0], s[1])), p1 = transpose(pack<M>(s[2], s[3]));
-#pragma unroll
-      for (int n = 0; n < HALVES * 4; ++n) {  // a thread's dimensions 2n and 2n + 1 are rows g and g + 8
-        unsigned a[4];
-        two_of_v(a, v, n);
-        mma<M>(o[n], a[0], a[1], a[2], a[3], p0, p1);
-      }
-      if (next < tiles) load_v(v, cache, start, next, unit.end);
-    }
-
-    if (!starts_early) start_successor();
-
-    // Merge the partial results of the warps and of the new token.
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      int head = (lane & 3) * 2 + i;
-      float all = column_sum(sum[i]);
-      if (lane < 4) partial_max[warp][head] = highest[i], partial_sum[warp][head] = all;
-      if (head < GROUP) {
-#pragma unroll
-        for (int n = 0; n < HALVES * 4; ++n) {
-          int d = 2 * n / V_VALUES * 8 * V_VALUES + (lane >> 2) * V_VALUES + 2 * n % V_VALUES;
-          *(Vec2*)&partial[warp][head][d ^ swap(head)] = Vec2{o[n][i], o[n][i + 2]};
+          for (int n = 0; n < HALVES * 4; ++n) {
+            int d = 2 * n / V_VALUES * 8 * V_VALUES + (lane >> 2) * V_VALUES + 2 * n % V_VALUES;
+            *(Vec2*)&partial[warp][head][d ^ swap(head)] = Vec2{o[n][i], o[n][i + 2]};
+          }
         }
       }
-    }
-    for (int head = warp; head < GROUP; head += WARPS) {
-      float best = -INF, sum = 0.f, share = 0.f;
-      if (has_new) {
-        float dot = 0.f;
-        for (int d = lane; d < HEAD_DIM; d += 32) dot += to_float(q[head][d]) * to_float(new_k[d]);
-        // The sink counts once per row: in the partial result of the new token.
-        float score = warp_sum(dot) * scale, sink = sinks ? to_float(sinks[kv_head * GROUP + head]) * LOG2_E : -INF;
-        best = fmaxf(score, sink), share = exp2f(score - best), sum = share + exp2f(sink - best);
-      }
-      if (lane == 0) partial_max[WARPS][head] = best, partial_sum[WARPS][head] = sum, new_share[head] = share;
-    }
-    __syncthreads();
-    int pair = unit.row * parts + unit.part, splits = unit.splits;
-    long long first = ((long long)unit.row * kv_heads + kv_head) * GROUP * HEAD_DIM + first_value;
-    Output to = {out + first, codes + first, scales + kv_head * GROUP * scales_stride + unit.row, scales_stride};
-    float* records_of_row = records + (long long)(pair * CLUSTER + rank) * max_splits * RECORD;
-    float* record = records_of_row + unit.split * RECORD;
-    if (CLUSTER > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all blocks have begun
-#pragma unroll
-    for (int i = threadIdx.x * 4; i < VALUES; i += THREADS * 4) {  // four contiguous values per thread
-      int head = i / VALUE_DIM, d = i % VALUE_DIM;
-      float best = partial_max[WARPS][head];
-#pragma unroll
-      for (int w = 0; w < WARPS; ++w) best = fmaxf(best, partial_max[w][head]);
-      float base = best == -INF ? 0.f : best;  // a block may have no token at all
-      float weight = exp2f(partial_max[WARPS][head] - base), of_new = has_new ? new_share[head] * weight : 0.f;
-      float total = partial_sum[WARPS][head] * weight, y[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) y[j] = has_new ? to_float(new_v[d + j]) * of_new : 0.f;
-#pragma unroll
-      for (int w = 0; w < WARPS; ++w) {
-        weight = exp2f(partial_max[w][head] - base);
-        float4 v = *(const float4*)&partial[w][head][d ^ (swap(head) & 4)];
-        if (swap(head) & 2) v = make_float4(v.z, v.w, v.x, v.y);
-        total += partial_sum[w][head] * weight;
-        y[0] += v.x * weight, y[1] += v.y * weight, y[2] += v.z * weight, y[3] += v.w * weight;
-      }
-      if (CLUSTER == 1 && splits == 1) {
-        to.store(i, y, total);
-      } else if (CLUSTER == 1) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) record[i + j] = y[j];
-        if (d == 0) record[OWN_VALUES + head] = best, record[OWN_VALUES + GROUP + head] = total;
-      } else {
-        int owner = i / OWN_VALUES, at = i % OWN_VALUES;
-        store_at(address_in(owner, &block[rank][at]), y);
-        if (at == 0 || d == 0) {
-          store_at(address_in(owner, &block_max[rank][head]), best);
-          store_at(address_in(owner, &block_sum[rank][head]), total);
+      for (int head = warp; head < GROUP; head += WARPS) {
+        float best = -INF, sum = 0.f, share = 0.f;
+        if (has_new) {
+          float dot = 0.f;
+          for (int d = lane; d < HEAD_DIM; d += 32) dot += to_float(q[head][d]) * to_float(new_k[d]);
+          // The sink counts once per row: in the partial result of the new token.
+          float score = warp_sum(dot) * scale, sink = sinks ? to_float(sinks[kv_head * GROUP + head]) * LOG2_E : -INF;
+          best = fmaxf(score, sink), share = exp2f(score - best), sum = share + exp2f(sink - best);
         }
+        if (lane == 0) partial_max[WARPS][head] = best, partial_sum[WARPS][head] = sum, new_share[head] = share;
       }
-    }
-    if (CLUSTER > 1) {  // each block merges its own values of all blocks' partial results
-      asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-      for (int j = threadIdx.x * RUN; j < OWN_VALUES; j += THREADS * RUN) {
-        int i = rank * OWN_VALUES + j, head = i / VALUE_DIM;
-        float best = -INF, total = 0.f, y[RUN] = {};
+      __syncthreads();
+      int pair = unit.row * parts + unit.part, splits = unit.splits;
+      long long first = ((long long)unit.row * kv_heads + kv_head) * GROUP * HEAD_DIM + first_value;
+      Output to = {out + first, codes + first, scales + kv_head * GROUP * scales_stride + unit.row, scales_stride};
+      float* records_of_row = records + (long long)(pair * CLUSTER + rank) * max_splits * RECORD;
+      float* record = records_of_row + unit.split * RECORD;
+      if (CLUSTER > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all blocks have begun
 #pragma unroll
-        for (int r = 0; r < CLUSTER; ++r) best = fmaxf(best, block_max[r][head]);
+      for (int i = threadIdx.x * 4; i < VALUES; i += THREADS * 4) {  // four contiguous values per thread
+        int head = i / VALUE_DIM, d = i % VALUE_DIM;
+        float best = partial_max[WARPS][head];
 #pragma unroll
-        for (int r = 0; r < CLUSTER; ++r) {
-          float weight = exp2f(block_max[r][head] - best);
-          total += block_sum[r][head] * weight;
+        for (int w = 0; w < WARPS; ++w) best = fmaxf(best, partial_max[w][head]);
+        float base = best == -INF ? 0.f : best;  // a block may have no token at all
+        float weight = exp2f(partial_max[WARPS][head] - base), of_new = has_new ? new_share[head] * weight : 0.f;
+        float total = partial_sum[WARPS][head] * weight, y[4];
 #pragma unroll
-          for (int n = 0; n < RUN; ++n) y[n] += block[r][j + n] * weight;
+        for (int j = 0; j < 4; ++j) y[j] = has_new ? to_float(new_v[d + j]) * of_new : 0.f;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) {
+          weight = exp2f(partial_max[w][head] - base);
+          float4 v = *(const float4*)&partial[w][head][d ^ (swap(head) & 4)];
+          if (swap(head) & 2) v = make_float4(v.z, v.w, v.x, v.y);
+          total += partial_sum[w][head] * weight;
+          y[0] += v.x * weight, y[1] += v.y * weight, y[2] += v.z * weight, y[3] += v.w * weight;
         }
-        if (splits == 1) {
+        if (CLUSTER == 1 && splits == 1) {
           to.store(i, y, total);
-        } else {
+        } else if (CLUSTER == 1) {
 #pragma unroll
-          for (int n = 0; n < RUN; ++n) record[j + n] = y[n];
-          if (j == 0 || i % VALUE_DIM == 0) record[OWN_VALUES + head] = best, record[OWN_VALUES + GROUP + head] = total;
+          for (int j = 0; j < 4; ++j) record[i + j] = y[j];
+          if (d == 0) record[OWN_VALUES + head] = best, record[OWN_VALUES + GROUP + head] = total;
+        } else {
+          int owner = i / OWN_VALUES, at = i % OWN_VALUES;
+          store_at(address_in(owner, &block[rank][at]), y);
+          if (at == 0 || d == 0) {
+            store_at(address_in(owner, &block_max[rank][head]), best);
+            store_at(address_in(owner, &block_sum[rank][head]), total);
+          }
         }
       }
-    }
-    if (splits > 1) {
-      __syncthreads();
-      if (threadIdx.x == 0) {
-        __threadfence();  // make the record visible before counting it
-        int* counter = counters + pair * CLUSTER + rank;
-        is_last = atomicAdd(counter, 1) == splits - 1;
-        if (is_last) *counter = 0, __threadfence();
+      if (CLUSTER > 1) {  // each block merges its own values of all blocks' partial results
+        asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+        for (int j = threadIdx.x * RUN; j < OWN_VALUES; j += THREADS * RUN) {
+          int i = rank * OWN_VALUES + j, head = i / VALUE_DIM;
+          float best = -INF, total = 0.f, y[RUN] = {};
+#pragma unroll
+          for (int r = 0; r < CLUSTER; ++r) best = fmaxf(best, block_max[r][head]);
+#pragma unroll
+          for (int r = 0; r < CLUSTER; ++r) {
+            float weight = exp2f(block_max[r][head] - best);
+            total += block_sum[r][head] * weight;
+#pragma unroll
+            for (int n = 0; n < RUN; ++n) y[n] += block[r][j + n] * weight;
+          }
+          if (splits == 1) {
+            to.store(i, y, total);
+          } else {
+#pragma unroll
+            for (int n = 0; n < RUN; ++n) record[j + n] = y[n];
+            if (j == 0 || i % VALUE_DIM == 0)
+              record[OWN_VALUES + head] = best, record[OWN_VALUES + GROUP + head] = total;
+          }
+        }
       }
-      __syncthreads();
-      if (is_last) merge_splits(to, records_of_row, splits);
+      if (splits > 1) {
+        __syncthreads();
+        if (threadIdx.x == 0) {
+          __threadfence();  // make the record visible before counting it
+          int* counter = counters + pair * CLUSTER + rank;
+          is_last = atomicAdd(counter, 1) == splits - 1;
+          if (is_last) *counter = 0, __threadfence();
+        }
+        __syncthreads();
+        if (is_last) merge_splits(to, records_of_row, splits);
+      }
+      if (!continues) break;
+      // The first tiles of the next split are being loaded.
+      ++unit.split, unit.tiles = min(unit.tiles + kept_size, tiles);
+      if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // has read its `block`
     }
     if (is_spare) __syncthreads();
   } while (is_spare);

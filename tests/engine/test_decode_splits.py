@@ -58,6 +58,19 @@ def test_steps_that_fill_the_gpu_begin_with_long_splits(num_sms: int, slow_memor
         assert splits.spare_clusters == num_sms * splits.blocks_of_sm // splits.cluster, units
 
 
+@pytest.mark.parametrize("num_sms", [108, 132])
+@pytest.mark.parametrize("slow_memory", [False, True])
+def test_clusters_of_few_rows_run_at_a_time(num_sms: int, slow_memory: bool) -> None:
+    """The kernel takes the number of spare clusters for the number of clusters that share a step's tiles."""
+    shared = 0  # numbers of units whose clusters share long rows
+    for units in range(1, 4096):
+        splits = decode_splits(units, num_sms, 128, spills=False, fp8=False, slow_memory=slow_memory)
+        if splits.fair:
+            assert units <= num_sms * splits.blocks_of_sm // splits.cluster == splits.spare_clusters, units
+            shared += 1
+    assert shared
+
+
 def test_an_h100_begins_no_more_clusters_than_it_holds() -> None:
     """It holds 30 clusters of eight large blocks, or 62 of four; clusters beyond these start up to 1.3 us late."""
     held = {8: 30, 4: 62}

@@ -147,6 +147,16 @@ def test_rows_are_rounded_to_fp8_as_by_a_launch_of_its_own(
         ([7000, 6145, 5000] + [640] * 69, 32, 8, 128, 64, None, True),
         ([5000] * 40 + [4097, 1] * 30, 16, 8, 128, 16, None, True),
         ([5000] * 30 + [300] * 170, 16, 8, 64, 64, None, True),
+        # rows around 2,048 tokens, from which on they are cut if there are few; which cluster takes a split varies
+        ([2047, 2048, 2049, 2050, 2064, 2065, 3000, 4097, 8193] * 6, 16, 2, 128, 64, None, True),
+        ([5000] * 64, 16, 2, 128, 64, None, True),
+        ([32000] + [500] * 63, 16, 2, 128, 64, None, True),
+        ([7000, 4100, 3000, 2100] + [640, 1] * 18, 16, 2, 128, 64, None, True),
+        ([9000, 30, 5000, 2500] * 12, 10, 2, 128, 16, None, True),
+        ([6000, 100] * 8, 32, 8, 128, 64, 5000, True),
+        ([3000] * 60, 2, 2, 128, 64, None, True),
+        ([2600, 700] * 22, 6, 2, 128, 1, None, False),
+        ([4000] * 20 + [50] * 20, 14, 2, 64, 64, None, True),
         # wide heads
         ([640], 16, 8, 256, 64, None, True),
         ([4444, 1, 30], 8, 4, 256, 16, None, True),
@@ -260,6 +270,6 @@ def test_a_row_depends_on_no_other(rows: int) -> None:
     step = make_step(spec, [12345, *[640] * (rows - 1)])
     first = step.forward()
     assert torch.equal(step.forward(), first)
-    for lengths in ([1] * (rows - 1), [12345, *[100] * (rows - 2)] if rows > 1 else []):
+    for lengths in ([1] * (rows - 1), [12345] * (rows - 1), [12345, *[100] * (rows - 2)] if rows > 1 else []):
         step.all_lengths[step.slots[1:]] = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
         assert torch.equal(step.forward()[0], first[0])

@@ -42,11 +42,22 @@ class DecodeSplits:
     min_tiles: int = 256  # tiles per split
     max_tiles: int = 256  # tiles per split
     spares_first: bool = False  # spare clusters begin before those of the rows
+    fair: bool = False  # a row's cluster takes as many splits as make up its part of the step's tiles, not only one
 
     @property
-    def compiled_for(self) -> tuple[int, int, int, bool]:
+    def compiled_for(self) -> tuple[int, int, int, bool, bool]:
         """Parameters that are macros of the kernel."""
-        return self.cluster, self.warps, self.blocks_of_sm, self.spares_first
+        return self.cluster, self.warps, self.blocks_of_sm, self.spares_first, self.fair
+
+
+def _few_rows(warps: int, num_sms: int) -> DecodeSplits:
+    """Return the parameters of steps whose rows all run at a time: rows of more than 2,048 tokens are cut.
+
+    When the short rows have ended, spare clusters take the places of their clusters, and share the long rows, which
+    would bound the step. Equal rows end together, so each keeps its own splits (`fair`). There are as many spare
+    clusters as run at a time: two blocks on a multiprocessor, and two in a cluster.
+    """
+    return DecodeSplits(2, warps, 2, spare_clusters=num_sms, min_tiles=64, max_tiles=128, fair=True)
 
 
 def _many_rows(cluster: int, warps: int, blocks_of_sm: int, num_sms: int) -> DecodeSplits:
@@ -66,12 +77,13 @@ def decode_splits(
     """Return the fastest launch parameters for `units`: rows times KV heads, times two for heads of 512 dimensions.
 
     The parameters were measured on the 132 multiprocessors of an H200, and of an H100 (`slow_memory`), where few rows
-    are faster with fewer and smaller clusters (docs/log.md). Not measured: heads of 512 dimensions, and spare clusters
-    that begin first with heads of 64 or on an H100.
+    are faster with fewer and smaller clusters (docs/log.md). Not measured: heads of 512 dimensions, spare clusters that
+    begin first with heads of 64 or on an H100, and steps of few rows that are cut from 2,048 tokens on.
 
-    Few rows are divided among all multiprocessors by clusters. With many rows, rows of up to 4,096 tokens (8,192 with K
-    and V in 8 bits, or with larger heads) are not split, because equal rows keep the GPU busy by themselves; spare
-    clusters take the further splits of longer rows.
+    Few rows are divided among all multiprocessors by clusters. Longer rows are cut, and spare clusters take the further
+    splits. From a quarter as many units as multiprocessors on, rows of up to 2,048 tokens stay whole. With more units
+    than multiprocessors rows of up to 4,096 do, because equal rows keep the GPU busy by themselves; with K and V in 8
+    bits, or with larger heads, rows of up to 8,192.
 
     `spills`: the kernel does not fit into 128 registers. `fp8`: K and V have 8 bits, so a block has only half the bytes
     in flight.
@@ -94,6 +106,8 @@ def decode_splits(
         return DecodeSplits(8, 6, 2, spare_clusters=16, min_tiles=512, max_tiles=512)
     if 4 * units <= num_sms:
         return DecodeSplits(8, 4, 3, spare_clusters=32)
+    if units <= num_sms and not fp8:
+        return _few_rows(6 if spills else 8, num_sms)
     if 2 * units <= num_sms:
         return DecodeSplits(4, 4, 3, spare_clusters=128)
     if units <= num_sms:

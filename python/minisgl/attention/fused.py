@@ -96,7 +96,7 @@ def _rounds(spec: AttentionSpec, splits: DecodeSplits) -> bool:
 
 
 def _kernel_spec(
-    spec: AttentionSpec, cluster: int, warps: int, blocks_of_sm: int, spares_first: bool, rounded: bool
+    spec: AttentionSpec, cluster: int, warps: int, blocks_of_sm: int, spares_first: bool, fair: bool, rounded: bool
 ) -> KernelSpec:
     macros: Macros = {
         "SCALAR": SCALAR_NAMES[spec.dtype],
@@ -110,6 +110,7 @@ def _kernel_spec(
         "WARPS": warps,
         "BLOCKS_OF_SM": blocks_of_sm,
         "SPARES_FIRST": int(spares_first),
+        "FAIR": int(fair),
         "ROUNDED": int(rounded),
     }
     return KernelSpec("decode_attention.cu", "decode_attention", macros)
