@@ -24,6 +24,9 @@ from minisgl.kvcache.pool import KVPool
 _MAX_MERGED = 2048
 _TILE_QUERIES = 128  # queries of all heads of a KV head that a multiprocessor has at a time
 _MIN_KEYS = 256  # keys per split
+# Keys of the smallest tile for heads of up to 128 dimensions. A tile that divides a page is loaded with all of the page
+# that it spans (by TMA); of other tiles only the row's own keys. Larger heads have tiles of 64 keys and more.
+_TILE_KEYS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +68,10 @@ class FlashAttention3:
 
     graph_safe = True
     prefill_graph_safe = True
-    reads_whole_pages = False
 
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
         self._spec = spec
+        self.reads_whole_pages = spec.page_size >= (_TILE_KEYS if spec.head_dim <= 128 else _TILE_KEYS // 2)
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self._upcaster = PageUpcaster(spec, device) if spec.fp8_kv else None
 
