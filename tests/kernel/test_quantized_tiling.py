@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from minisgl.kernel.quantized_tiling import (
-    Tiling,
+    GemmTiling,
     choose_fp8_tiling,
     choose_quantized_tiling,
     fp8_stage_bytes,
@@ -20,7 +20,7 @@ SHAPES = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (768, 256), 
 ROWS = (1, 8, 16, 17, 33, 64, 65, 128, 200, 256, 500)
 
 
-def check(tiling: Tiling, stage: int, rows: int, size: int) -> None:
+def check(tiling: GemmTiling, stage: int, rows: int, size: int) -> None:
     shared = max(tiling.stages * stage, sums_bytes(tiling)) + 2048  # barriers
     assert shared <= BLOCK_BYTES
     assert shared * tiling.blocks <= (tiling.sm_shared_bytes or SM_BYTES)
@@ -31,7 +31,7 @@ def check(tiling: Tiling, stage: int, rows: int, size: int) -> None:
     assert tiling.split <= 8
 
 
-def registers(tiling: Tiling) -> int:
+def registers(tiling: GemmTiling) -> int:
     """Return the registers that a consumer thread may have; they are allocated for four warps at a time."""
     if tiling.producers == 128:
         return 160

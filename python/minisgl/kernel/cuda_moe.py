@@ -24,7 +24,7 @@ from minisgl.kernel.base import (
 )
 from minisgl.kernel.compile import Compiler
 from minisgl.kernel.cuda_routing import CudaRouting
-from minisgl.kernel.quantized_moe import ExpertProduct, ProductTilings, QuantizedTiling
+from minisgl.kernel.quantized_moe import ExpertProduct, ExpertTiling, ProductTilings
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Launcher, Macros
 from minisgl.kernel.small_batch_gemm import MAX_ROWS
 from minisgl.kernel.torch_ops import route
@@ -40,7 +40,7 @@ _ROUTE_THREADS = 128
 _BLOCK_K = 64  # the value of moe_gemm.cu
 
 
-class _Tiling(NamedTuple):
+class _DenseTiling(NamedTuple):
     """Macros of moe_gemm.cu that divide the work."""
 
     pairs: int  # pairs of tiles of 16 rows of the weight per warp
@@ -71,16 +71,16 @@ class _Tiling(NamedTuple):
 # Tilings by the mean number of tokens per expert: the first one whose limit is not exceeded is used, else the one for
 # many tokens. Narrow tiles waste less work on padding; wide tiles read the weights less often.
 _TILINGS = (
-    (12.0, _Tiling(pairs=1, warps_n=4, warps_m=1, tiles=2, stages=4)),
-    (24.0, _Tiling(pairs=1, warps_n=4, warps_m=1, tiles=4, stages=4)),
-    (64.0, _Tiling(pairs=1, warps_n=4, warps_m=1, tiles=8, stages=3)),
+    (12.0, _DenseTiling(pairs=1, warps_n=4, warps_m=1, tiles=2, stages=4)),
+    (24.0, _DenseTiling(pairs=1, warps_n=4, warps_m=1, tiles=4, stages=4)),
+    (64.0, _DenseTiling(pairs=1, warps_n=4, warps_m=1, tiles=8, stages=3)),
 )
-_MANY = _Tiling(pairs=2, warps_n=2, warps_m=2, tiles=8, stages=3)
-_MANY_ON_HOPPER = _Tiling(pairs=1, warps_n=8, warps_m=1, tiles=16, stages=4, warpgroup=True)
+_MANY = _DenseTiling(pairs=2, warps_n=2, warps_m=2, tiles=8, stages=3)
+_MANY_ON_HOPPER = _DenseTiling(pairs=1, warps_n=8, warps_m=1, tiles=16, stages=4, warpgroup=True)
 # Up to this many (token, expert) pairs, each pair is a tile, because they seldom share an expert, and small blocks
 # fill the GPU.
 _FEW_PAIRS = 8
-_FEW = _Tiling(pairs=1, warps_n=2, warps_m=1, tiles=2, stages=6, route=True)
+_FEW = _DenseTiling(pairs=1, warps_n=2, warps_m=1, tiles=2, stages=6, route=True)
 
 
 class _Kind(NamedTuple):
@@ -139,7 +139,7 @@ class CudaMoe:
         """Begin to compile the kernels of these experts."""
         form = experts.form
         plain = _Kind(dtype, experts.logits or dtype, experts.num_experts, experts.top_k, experts.activation)
-        tilings: list[_Tiling | QuantizedTiling] = [_FEW, *(tiling for _, tiling in _TILINGS), self._many]
+        tilings: list[_DenseTiling | ExpertTiling] = [_FEW, *(tiling for _, tiling in _TILINGS), self._many]
         if form is not None:
             tilings = [*quantized_moe.tilings(form)]
         for kind in {plain, plain._replace(shared=experts.shared, weighed=experts.weighed)}:
@@ -353,7 +353,9 @@ class CudaMoe:
             tile_count=plan.tile_count,
         )
 
-    def _tilings(self, pairs: int, experts: int, w13: ExpertMatrices) -> tuple[_Tiling, _Tiling] | ProductTilings:
+    def _tilings(
+        self, pairs: int, experts: int, w13: ExpertMatrices
+    ) -> tuple[_DenseTiling, _DenseTiling] | ProductTilings:
         """Return the tilings of the two products for a number of (token, expert) pairs."""
         if isinstance(w13, PackedExperts):
             return quantized_moe.choose_tilings(w13.format, pairs, experts)
@@ -367,7 +369,7 @@ class CudaMoe:
         kernel: ExpertProduct,
         weight: ExpertMatrices,
         shared: Tensor | None,
-        tiling: _Tiling | QuantizedTiling,
+        tiling: _DenseTiling | ExpertTiling,
         kind: _Kind,
     ) -> Launcher:
         """Return the launcher of a grouped product with the weight's arguments bound."""
@@ -377,7 +379,7 @@ class CudaMoe:
         return partial(self._compiler.kernel(_product_spec, kernel, form, tiling, kind), **arguments)
 
     @property
-    def _many(self) -> _Tiling:
+    def _many(self) -> _DenseTiling:
         return _MANY_ON_HOPPER if self._compiler.arch == 90 else _MANY
 
 
@@ -442,7 +444,7 @@ def _plan_spec(kernel: str, kind: _Kind) -> KernelSpec:
 
 
 def _product_spec(
-    kernel: ExpertProduct, form: LevelFormat | None, tiling: _Tiling | QuantizedTiling, kind: _Kind
+    kernel: ExpertProduct, form: LevelFormat | None, tiling: _DenseTiling | ExpertTiling, kind: _Kind
 ) -> KernelSpec:
     both: Macros = {
         **kind.macros,
@@ -450,7 +452,7 @@ def _product_spec(
         "CLAMPED": int(isinstance(kind.activation, ClampedSwiGLU)),
         "GELU_TANH": int(kind.activation == "gelu_tanh"),
     }
-    if isinstance(tiling, QuantizedTiling):
+    if isinstance(tiling, ExpertTiling):
         assert form is not None
         return quantized_moe.product_spec(kernel, form, tiling, both)
     macros: Macros = {

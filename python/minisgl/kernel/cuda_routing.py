@@ -38,7 +38,7 @@ _MAX_MANY = 256  # tokens
 _MAX_MANY_SCORES = 1 << 15  # tokens times experts
 
 
-class _Tiling(NamedTuple):
+class _RouterTiling(NamedTuple):
     """Macros of moe_router_many.cu: the division of a router's experts and columns among warps and blocks."""
 
     tiles: int  # tiles of eight experts of a warp
@@ -46,7 +46,7 @@ class _Tiling(NamedTuple):
     units: int  # units of 32 columns of a block
 
     @classmethod
-    def of(cls, experts: int, size: int) -> _Tiling | None:
+    def of(cls, experts: int, size: int) -> _RouterTiling | None:
         """Return the tiling of a router [experts, size], if it has one."""
         warps = 8 if experts <= 128 else 16
         tiles, kparts = max(experts // (8 * warps), 1), max(8 * warps // experts, 1)
@@ -110,7 +110,7 @@ class CudaRouting:
         least = 1 if experts < _MIN_EXPERTS else _MIN_TOKENS
         many = least <= tokens <= min(_MAX_MANY, _MAX_MANY_SCORES // experts)
         same = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16) and x.is_contiguous()
-        return self._compiler.arch == 90 and many and same and _Tiling.of(*weight.shape) is not None
+        return self._compiler.arch == 90 and many and same and _RouterTiling.of(*weight.shape) is not None
 
     def norm_router_many(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return norm(x) [T, H], and its products with weight [experts, H] plus bias."""
@@ -132,7 +132,7 @@ class CudaRouting:
     ) -> Tensor:
         """Launch a kernel of csrc/moe_router_many.cu, `rest` its further arguments, and return norm(x)."""
         (tokens, size), experts = x.shape, len(weight)
-        tiling = _Tiling.of(experts, size)
+        tiling = _RouterTiling.of(experts, size)
         if tiling is None:
             raise ValueError(f"no cluster divides a router of {experts} experts and {size} columns")
         normed = torch.empty_like(x)
@@ -220,7 +220,7 @@ def _router_spec(
 
 
 def _many_spec(
-    name: str, norm_dtype: torch.dtype, tiling: _Tiling, macros: tuple[tuple[str, str | int], ...]
+    name: str, norm_dtype: torch.dtype, tiling: _RouterTiling, macros: tuple[tuple[str, str | int], ...]
 ) -> KernelSpec:
     divided: Macros = {
         "NORM_SCALAR": SCALAR_NAMES[norm_dtype],

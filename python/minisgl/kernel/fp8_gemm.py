@@ -24,7 +24,7 @@ from minisgl.kernel.fp8_schedule import (
     beats_torch,
     schedule_tiles,
 )
-from minisgl.kernel.quantized_tiling import Tiling, choose_fp8_tiling, fp8_stage_bytes, sums_bytes
+from minisgl.kernel.quantized_tiling import GemmTiling, choose_fp8_tiling, fp8_stage_bytes, sums_bytes
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.optional_packages import import_error
 from minisgl.quantization.levels import LevelFormat, Levels
@@ -49,7 +49,7 @@ class _Kernel(NamedTuple):
     dtype: torch.dtype
     group: int
     gate: Activation | None
-    tiling: Tiling
+    tiling: GemmTiling
 
 
 def fp8_matrix(levels: Levels, *, gated: bool) -> Fp8Matrix | None:
@@ -253,7 +253,7 @@ class Fp8Gemm:
         sms = self._compiler.num_sms
         return weight.group > 0 and beats_torch(rows, *weight.codes.shape, sms, launches=launches)
 
-    def _tiling(self, rows: int, weight: Fp8Matrix, *, before_attention: bool = False) -> Tiling:
+    def _tiling(self, rows: int, weight: Fp8Matrix, *, before_attention: bool = False) -> GemmTiling:
         sms = self._compiler.num_sms
         return choose_fp8_tiling(rows, *weight.codes.shape, weight.group, sms, before_attention=before_attention)
 

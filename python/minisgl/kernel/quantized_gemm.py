@@ -14,7 +14,7 @@ from torch import Tensor
 from minisgl.kernel.base import Activation, Norm
 from minisgl.kernel.compile import Compiler, tensor_map
 from minisgl.kernel.gemv_tiling import GemvTiling, choose_gemv_tiling
-from minisgl.kernel.quantized_tiling import Tiling, choose_quantized_tiling, quantized_stage_bytes, sums_bytes
+from minisgl.kernel.quantized_tiling import GemmTiling, choose_quantized_tiling, quantized_stage_bytes, sums_bytes
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.quantization.gpu_layout import CHUNK, PackedLevels
 from minisgl.quantization.levels import Kind, LevelFormat
@@ -35,7 +35,7 @@ class _Kernel(NamedTuple):
     gate: Activation | None
     gated: bool
     offsets: bool
-    tiling: Tiling | GemvTiling | None = None
+    tiling: GemmTiling | GemvTiling | None = None
     norm: bool = False
 
 
@@ -89,7 +89,7 @@ class QuantizedGemm:
         gate: Activation | None = None,
         before_attention: bool = False,
         out: Tensor | None = None,
-        tiling: Tiling | GemvTiling | None = None,
+        tiling: GemmTiling | GemvTiling | None = None,
     ) -> Tensor:
         """[M, N], or [M, N / 2] with the activation of a `gate`; see Ops.linear and norm_gated_linear.
 
@@ -119,7 +119,7 @@ class QuantizedGemm:
         """Return True if the product applies the RMSNorm of x itself."""
         return _norms(x.dtype, norm.weight.dtype, self.tiling(weight, len(x)))
 
-    def tiling(self, weight: PackedLevels, rows: int, *, before_attention: bool = False) -> Tiling | GemvTiling:
+    def tiling(self, weight: PackedLevels, rows: int, *, before_attention: bool = False) -> GemmTiling | GemvTiling:
         """Return the tiling of a product of `rows` rows; see `choose_gemv_tiling` and `choose_quantized_tiling`."""
         if rows == 1:
             gemv = choose_gemv_tiling(weight.kind, weight.width, weight.size, weight.group, self._compiler.num_sms)
@@ -155,7 +155,7 @@ class QuantizedGemm:
         return out
 
 
-def _norms(dtype: torch.dtype, norm_dtype: torch.dtype, tiling: Tiling | GemvTiling) -> bool:
+def _norms(dtype: torch.dtype, norm_dtype: torch.dtype, tiling: GemmTiling | GemvTiling) -> bool:
     """Return True if a kernel applies the RMSNorm of x itself; see `_norms_late` of cuda_ops.py for float16."""
     late = isinstance(tiling, GemvTiling) or tiling.skinny
     return late and dtype == norm_dtype == torch.bfloat16
@@ -165,7 +165,7 @@ def _kernel_of(
     weight: PackedLevels,
     dtype: torch.dtype,
     gate: Activation | None = None,
-    tiling: Tiling | GemvTiling | None = None,
+    tiling: GemmTiling | GemvTiling | None = None,
     *,
     norm: bool = False,
 ) -> _Kernel:

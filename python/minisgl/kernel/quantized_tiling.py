@@ -80,7 +80,7 @@ _FP8_BLOCK_COSTS = _FP8_COSTS | {
 _BEGIN = {1: 2.0, 2: 3.4, 4: 3.9}  # microseconds by split: to begin, to exchange sums and to end
 
 
-class Tiling(NamedTuple):
+class GemmTiling(NamedTuple):
     """Tile of a thread block, and the division of its work among warpgroups and stages: macros of the kernels."""
 
     max_rows: int  # most rows of x of a block
@@ -137,7 +137,7 @@ class Tiling(NamedTuple):
         return -(-rows // self.max_rows) * -(-width // self.block_n)
 
 
-_Staged: TypeAlias = Callable[[_Block, int, int], Tiling | None]
+_Staged: TypeAlias = Callable[[_Block, int, int], GemmTiling | None]
 """Tiling with a kind of block, of so many rows of x, with stages of so many columns; None: they do not suit."""
 
 
@@ -146,14 +146,14 @@ def ring_bytes(blocks: int, sm_shared_bytes: int = 0) -> int:
     return (_RING_BEFORE_ATTENTION if sm_shared_bytes else 216 << 10) // blocks // 1024 * 1024
 
 
-def sums_bytes(tiling: Tiling) -> int:
+def sums_bytes(tiling: GemmTiling) -> int:
     """Memory of a block's own sums, and of those that others send it (csrc/sums.cuh)."""
     own = tiling.block_n * (tiling.max_rows + 2) * 4
     parts = tiling.warps if tiling.skinny else tiling.k_parts - 1
     return own * max(parts, 1 if tiling.split == 1 else 2)
 
 
-def quantized_stage_bytes(kind: Kind, group: int, tiling: Tiling) -> int:
+def quantized_stage_bytes(kind: Kind, group: int, tiling: GemmTiling) -> int:
     """Size of a stage of quantized_gemm.cu: columns of x, of the weight's rows, and their scales.
 
     A stage of skinny_int4_gemm.cu also has these columns of the norm's weight.
@@ -165,7 +165,7 @@ def quantized_stage_bytes(kind: Kind, group: int, tiling: Tiling) -> int:
     return -(-size // 1024) * 1024
 
 
-def fp8_stage_bytes(group: int, tiling: Tiling) -> int:
+def fp8_stage_bytes(group: int, tiling: GemmTiling) -> int:
     """Size of a stage of fp8_gemm.cu: columns of x and of the weight's rows, and x's scales."""
     scales = tiling.block_k // group * tiling.max_rows * 4 if group else 0
     size = (tiling.max_rows + tiling.block_n) * tiling.block_k + scales
@@ -187,14 +187,14 @@ def choose_quantized_tiling(
     num_sms: int,
     *,
     before_attention: bool = False,
-) -> Tiling:
+) -> GemmTiling:
     """Tile x [rows, size] @ weight [width, size]^T for quantized_gemm.cu, or for skinny_int4_gemm.cu.
 
     `before_attention`: attention follows. If it begins early, it needs L1, so the ring is made smaller. This is not
     done for skinny_int4_gemm.cu, which would lose more than attention gains, nor if fewer than three stages would fit.
     """
 
-    def staged(shared: int, block: _Block, max_rows: int, block_k: int) -> Tiling | None:
+    def staged(shared: int, block: _Block, max_rows: int, block_k: int) -> GemmTiling | None:
         part = block_k // block.k_parts
         whole = TILE if kind == "int4" or block.k_parts > 1 else 32
         if part % whole or (group and block_k % group) or (part > 128 and max_rows == _LARGE_BLOCK):
@@ -203,7 +203,7 @@ def choose_quantized_tiling(
         stages = ring_bytes(block.blocks, shared) // quantized_stage_bytes(kind, group, tiling)
         return tiling._replace(stages=stages) if stages >= _MIN_STAGES else None
 
-    def skinny(block: _Block, max_rows: int, block_k: int) -> Tiling | None:
+    def skinny(block: _Block, max_rows: int, block_k: int) -> GemmTiling | None:
         if block_k != _SKINNY_COLUMNS:
             return None
         tiling = _tiling(block, max_rows, block_k, 0, producers=32)._replace(skinny=True)
@@ -221,14 +221,14 @@ def choose_quantized_tiling(
 @lru_cache(1 << 14)
 def choose_fp8_tiling(
     rows: int, width: int, size: int, group: int, num_sms: int, *, before_attention: bool = False
-) -> Tiling:
+) -> GemmTiling:
     """Tile x [rows, size] @ weight [width, size]^T for fp8_gemm.cu.
 
     `before_attention` as in `choose_quantized_tiling`.
     """
     shared = _sm_shared_bytes(rows) if before_attention else 0
 
-    def staged(block: _Block, max_rows: int, block_k: int) -> Tiling | None:
+    def staged(block: _Block, max_rows: int, block_k: int) -> GemmTiling | None:
         part = block_k // block.k_parts
         large, producers = max_rows == _LARGE_BLOCK, _producers(block, rows)
         crowded = max_rows == _SOME_ROWS and block.blocks == 3 and producers > 32
@@ -259,10 +259,12 @@ def _producers(block: _Block, rows: int) -> int:
     return 64 if rows <= _SOME_ROWS or block.blocks == 1 else 32
 
 
-def _tiling(block: _Block, max_rows: int, block_k: int, shared: int, *, producers: int) -> Tiling:
+def _tiling(block: _Block, max_rows: int, block_k: int, shared: int, *, producers: int) -> GemmTiling:
     """Return a tiling without split-K whose stages are still to be counted."""
     warpgroups = block.row_groups * block.k_parts
-    return Tiling(max_rows, warpgroups, 1, block_k, 0, block.blocks, producers, block.k_parts, sm_shared_bytes=shared)
+    return GemmTiling(
+        max_rows, warpgroups, 1, block_k, 0, block.blocks, producers, block.k_parts, sm_shared_bytes=shared
+    )
 
 
 def _candidates(
@@ -270,7 +272,7 @@ def _candidates(
     staged: _Staged,
     rows: int,
     size: int,
-) -> Iterator[tuple[_Block, Tiling]]:
+) -> Iterator[tuple[_Block, GemmTiling]]:
     """Yield blocks for so many rows with the widest stages that fit, for each split of K."""
     few = rows <= _FEW_ROWS
     for block in costs:
@@ -295,7 +297,7 @@ def _cheapest(
     num_sms: int,
     *,
     counts_last_wave: bool = False,
-) -> Tiling:
+) -> GemmTiling:
     """Return the tiling with the least estimated time, staged in the first way that suits any block.
 
     `counts_last_wave`: True: the prologues of later waves count only in part, since other blocks of the same
@@ -303,7 +305,7 @@ def _cheapest(
     the last wave not at all.
     """
 
-    def cost(candidate: tuple[_Block, Tiling]) -> float:
+    def cost(candidate: tuple[_Block, GemmTiling]) -> float:
         """Estimate microseconds: the larger of the memory's time and the time of the busiest multiprocessor."""
         block, tiling = candidate
         count = tiling.tiles(rows, width) * tiling.split
