@@ -25,7 +25,7 @@ from minisgl.scheduler.loop import StepLoop
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.token_scores import pack_logprobs
 from minisgl.step_cost import StepCost
-from minisgl.structured_output.protocol import Matcher, Progress
+from minisgl.structured_output.protocol import Matcher, MatcherStatus
 from minisgl.tokenizer.detokenizer import unpack_logprobs
 
 VOCAB = 50
@@ -66,11 +66,11 @@ class SimulatedMatcher:
         tokens = {token for token in range(VOCAB) if (token + self.state) % 3 == 0}
         return tokens | {EOS} if self.state % 4 == 0 else tokens - {EOS}
 
-    def advance(self, token: int) -> Progress:
+    def advance(self, token: int) -> MatcherStatus:
         if token not in self.allowed():
-            return Progress.FAILED
+            return MatcherStatus.FAILED
         self.state, self.count = extend_hash(self.state, token) % 1000, self.count + 1
-        return Progress.COMPLETE if token == EOS or self.count == self.length else Progress.OPEN
+        return MatcherStatus.COMPLETE if token == EOS or self.count == self.length else MatcherStatus.OPEN
 
 
 class SimulatedGrammars:
@@ -80,7 +80,7 @@ class SimulatedGrammars:
         assert sampling.grammar is not None
         return SimulatedMatcher(int(sampling.grammar.text))
 
-    def advance(self, matchers: Sequence[Matcher], tokens: Int32Array) -> list[Progress]:
+    def advance(self, matchers: Sequence[Matcher], tokens: Int32Array) -> list[MatcherStatus]:
         return [own(matcher).advance(token) for matcher, token in zip(matchers, tokens.tolist(), strict=True)]
 
     def fill(self, mask: Int32Array, matchers: Sequence[Matcher | None]) -> None:
@@ -105,7 +105,7 @@ def expected_answer(prompt: Int32Array, params: SamplingParams) -> list[int]:
     matcher = None if params.grammar is None else SimulatedGrammars().start(params)
     while len(answer) < params.max_tokens:
         answer.append(next_token(prefix, None if matcher is None else matcher.allowed()))
-        if matcher is not None and matcher.advance(answer[-1]) is not Progress.OPEN:
+        if matcher is not None and matcher.advance(answer[-1]) is not MatcherStatus.OPEN:
             break
         if answer[-1] == EOS and not params.ignore_eos:
             break

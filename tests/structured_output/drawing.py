@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from minisgl.core import Int32Array
 from minisgl.sampling_params import Grammar, SamplingParams
 from minisgl.structured_output.matcher import GrammarMatcher, GrammarMatchers
-from minisgl.structured_output.protocol import Progress
+from minisgl.structured_output.protocol import MatcherStatus
 
 EOS = "<|end|>"
 PADDING = 37  # logits that no token has
@@ -78,12 +78,12 @@ class Drawer:
             allowed = self.allowed(matcher)
             assert allowed.any(), f"a dead end behind {self.tokenizer.decode(tokens)!r}"
             token = int(np.where(allowed, logits + noise, -np.inf).argmax())
-            (progress,) = self.matchers.advance([matcher], np.array([token], dtype=np.int32))
-            assert progress is not Progress.FAILED, f"failed behind {self.tokenizer.decode(tokens)!r}"
+            (status,) = self.matchers.advance([matcher], np.array([token], dtype=np.int32))
+            assert status is not MatcherStatus.FAILED, f"failed behind {self.tokenizer.decode(tokens)!r}"
             if token == self.eos:
                 break
             tokens.append(token)
-            if progress is Progress.COMPLETE:
+            if status is MatcherStatus.COMPLETE:
                 break
         else:
             return None

@@ -13,7 +13,7 @@ from minisgl.core import Int32Array
 from minisgl.sampling_params import Grammar, InvalidRequest, SamplingParams
 from minisgl.structured_output import matcher as matcher_module
 from minisgl.structured_output.matcher import MAX_AUTOMATA, GrammarMatcher, GrammarMatchers
-from minisgl.structured_output.protocol import Progress
+from minisgl.structured_output.protocol import MatcherStatus
 from minisgl.structured_output.translate import lark_rule
 from minisgl.structured_output.validator import GrammarValidator
 from structured_output.drawing import EOS, Drawer, filled
@@ -33,37 +33,41 @@ def allowed(drawer: Drawer, matcher: GrammarMatcher) -> set[str]:
     return {drawer.tokenizer.id_to_token(index) for index in np.flatnonzero(drawer.allowed(matcher))}
 
 
-def advance(drawer: Drawer, matcher: GrammarMatcher, text: str) -> Progress:
-    (progress,) = drawer.matchers.advance([matcher], np.array(ids_of(drawer, text), dtype=np.int32))
-    return progress
+def advance(drawer: Drawer, matcher: GrammarMatcher, text: str) -> MatcherStatus:
+    (status,) = drawer.matchers.advance([matcher], np.array(ids_of(drawer, text), dtype=np.int32))
+    return status
 
 
 def test_ends_are_allowed_where_the_grammar_accepts_one(drawer: Drawer) -> None:
     matcher = start(drawer, LETTERS)
     assert {"a", "b"} <= allowed(drawer, matcher)
     assert EOS not in allowed(drawer, matcher)
-    assert advance(drawer, matcher, "a") is Progress.OPEN
+    assert advance(drawer, matcher, "a") is MatcherStatus.OPEN
     assert EOS not in allowed(drawer, matcher)
-    assert advance(drawer, matcher, "b") is Progress.OPEN
+    assert advance(drawer, matcher, "b") is MatcherStatus.OPEN
     assert EOS in allowed(drawer, matcher)
-    assert advance(drawer, matcher, EOS) is Progress.COMPLETE
+    assert advance(drawer, matcher, EOS) is MatcherStatus.COMPLETE
     matcher = start(drawer, LETTERS)
-    assert [advance(drawer, matcher, letter) for letter in "aba"] == [Progress.OPEN, Progress.OPEN, Progress.COMPLETE]
+    assert [advance(drawer, matcher, letter) for letter in "aba"] == [
+        MatcherStatus.OPEN,
+        MatcherStatus.OPEN,
+        MatcherStatus.COMPLETE,
+    ]
     matcher = start(drawer, LETTERS)
-    assert advance(drawer, matcher, EOS) is Progress.FAILED
+    assert advance(drawer, matcher, EOS) is MatcherStatus.FAILED
     matcher = start(drawer, LETTERS)
-    assert advance(drawer, matcher, "c") is Progress.FAILED
+    assert advance(drawer, matcher, "c") is MatcherStatus.FAILED
 
 
 def test_allowed_ids_that_leave_the_grammar_nothing(drawer: Drawer) -> None:
     """The sampler chooses all the same, by chance also what one of the two allows."""
     a, c = ids_of(drawer, "a", "c")
     for text in ("a", "b", "c", EOS):
-        assert advance(drawer, start(drawer, LETTERS, allowed_token_ids=(c,)), text) is Progress.EXCLUDED
+        assert advance(drawer, start(drawer, LETTERS, allowed_token_ids=(c,)), text) is MatcherStatus.EXCLUDED
     matcher = start(drawer, LETTERS, allowed_token_ids=(a, c, drawer.eos), stop_token_ids=(c,))
-    assert advance(drawer, matcher, "a") is Progress.OPEN
-    assert advance(drawer, matcher, "a") is Progress.OPEN
-    assert advance(drawer, matcher, "c") is Progress.COMPLETE
+    assert advance(drawer, matcher, "a") is MatcherStatus.OPEN
+    assert advance(drawer, matcher, "a") is MatcherStatus.OPEN
+    assert advance(drawer, matcher, "c") is MatcherStatus.COMPLETE
 
 
 def test_a_grammar_that_is_too_complex_excludes_nothing(drawer: Drawer) -> None:
@@ -71,7 +75,7 @@ def test_a_grammar_that_is_too_complex_excludes_nothing(drawer: Drawer) -> None:
     assert matcher.followed is not None
     matcher.followed.consume_token(drawer.eos)  # puts llguidance's matcher into its error state
     (c,) = ids_of(drawer, "c")
-    assert matcher.advance(c) is Progress.FAILED
+    assert matcher.advance(c) is MatcherStatus.FAILED
 
 
 def test_ignore_eos_takes_ends_away_as_long_as_anything_can_follow(drawer: Drawer) -> None:
@@ -86,12 +90,12 @@ def test_own_stop_ids_are_allowed_only_where_an_end_is(drawer: Drawer) -> None:
     stop = ids_of(drawer, "c", "b")
     matcher = start(drawer, LETTERS, stop_token_ids=tuple(stop))
     assert not {"b", "c"} & allowed(drawer, matcher), "stop ids are not allowed in the middle of the grammar"
-    assert advance(drawer, matcher, "a") is Progress.OPEN
+    assert advance(drawer, matcher, "a") is MatcherStatus.OPEN
     assert "b" in allowed(drawer, matcher), "behind it the grammar accepts an end"
     assert "c" not in allowed(drawer, matcher)
-    assert advance(drawer, matcher, "a") is Progress.OPEN
+    assert advance(drawer, matcher, "a") is MatcherStatus.OPEN
     assert {"a", "b", "c", EOS} <= allowed(drawer, matcher)
-    assert advance(drawer, matcher, "c") is Progress.COMPLETE
+    assert advance(drawer, matcher, "c") is MatcherStatus.COMPLETE
     matcher = start(drawer, LETTERS, stop_token_ids=tuple(stop), ignore_eos=True)
     advance(drawer, matcher, "a")
     advance(drawer, matcher, "a")
@@ -102,9 +106,9 @@ def test_own_stop_ids_are_allowed_only_where_an_end_is(drawer: Drawer) -> None:
 def test_a_stop_id_ends_even_a_grammar_that_allows_it(drawer: Drawer) -> None:
     """The request asked for both: the grammar allows the id, and the id ends the answer."""
     matcher = start(drawer, Grammar("regex", "abc"), stop_token_ids=tuple(ids_of(drawer, "b")))
-    assert advance(drawer, matcher, "a") is Progress.OPEN
+    assert advance(drawer, matcher, "a") is MatcherStatus.OPEN
     assert "b" in allowed(drawer, matcher)
-    assert advance(drawer, matcher, "b") is Progress.COMPLETE
+    assert advance(drawer, matcher, "b") is MatcherStatus.COMPLETE
 
 
 @pytest.mark.parametrize(
@@ -177,8 +181,8 @@ def test_a_tokenizer_that_llguidance_cannot_use_fails_requests_and_nothing_else(
     matcher = matchers.start(SamplingParams(grammar=LETTERS))
     mask = filled(matchers, [matcher, None], 64)
     assert (mask[1] == -1).all()
-    (progress,) = matchers.advance([matcher], np.array([0], dtype=np.int32))
-    assert progress is Progress.FAILED
+    (status,) = matchers.advance([matcher], np.array([0], dtype=np.int32))
+    assert status is MatcherStatus.FAILED
 
 
 @pytest.mark.parametrize(
@@ -275,7 +279,7 @@ def test_an_automaton_that_many_requests_have_filled_is_replaced(
             matchers.fill(mask, several)
             assert np.unpackbits(mask.view(np.uint8), axis=1, bitorder="little")[:, letters].all()
             chosen = rng.choice(letters, len(mask)).astype(np.int32)
-            assert matchers.advance(several, chosen) == [Progress.OPEN] * len(mask)
+            assert matchers.advance(several, chosen) == [MatcherStatus.OPEN] * len(mask)
         used |= {id(one.automaton) for one in several}
     assert len(used) > len(mask)
 
@@ -288,7 +292,7 @@ def test_a_long_answer_continues_with_a_new_automaton(drawer: Drawer, monkeypatc
     mask = masks(drawer, 1)
     for _ in range(36_000):
         matchers.fill(mask, [matcher])
-        assert matchers.advance([matcher], rng.choice(letters, 1).astype(np.int32)) == [Progress.OPEN]
+        assert matchers.advance([matcher], rng.choice(letters, 1).astype(np.int32)) == [MatcherStatus.OPEN]
     assert matcher.automaton is not first
 
 
@@ -303,10 +307,10 @@ def test_a_grammar_that_fills_an_automaton_alone_fails(drawer: Drawer, monkeypat
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         going_on = np.intersect1d(allowed, ids_of(drawer, "a", "b"))
         chosen = rng.choice(going_on if len(going_on) else allowed, 1)
-        (progress,) = matchers.advance([matcher], chosen.astype(np.int32))
-        if progress is not Progress.OPEN:
+        (status,) = matchers.advance([matcher], chosen.astype(np.int32))
+        if status is not MatcherStatus.OPEN:
             break
-    assert progress is Progress.FAILED
+    assert status is MatcherStatus.FAILED
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from minisgl.scheduler.lifecycle import RequestLifecycle
 from minisgl.scheduler.request import Request
 from minisgl.scheduler.table import SlotTable
 from minisgl.scheduler.token_scores import report_logprobs, report_prompt
-from minisgl.structured_output.protocol import Grammars, Progress
+from minisgl.structured_output.protocol import Grammars, MatcherStatus
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +73,8 @@ class StepResults:
         by_grammar = self._advance(slots, tokens) if batch.constrained else {}
         for row in sorted(ended | by_grammar.keys()):
             request = self._table.request(int(slots[row]))
-            if by_grammar.get(row) in (Progress.FAILED, Progress.EXCLUDED):
-                is_excluded = by_grammar[row] is Progress.EXCLUDED
+            if by_grammar.get(row) in (MatcherStatus.FAILED, MatcherStatus.EXCLUDED):
+                is_excluded = by_grammar[row] is MatcherStatus.EXCLUDED
                 self._requests.end(request, "error", cause="no_allowed_token" if is_excluded else None)
             elif stop[row]:
                 self._requests.end(request, "stop", stop_token=int(tokens[row]))
@@ -85,15 +85,15 @@ class StepResults:
         if not batch.needs_sample.all():
             self._end_unsampled(batch)
 
-    def _advance(self, slots: IndexArray, tokens: Int32Array) -> dict[int, Progress]:
-        """Advance the matchers by these tokens; return the progress, by row, of those that cannot continue."""
+    def _advance(self, slots: IndexArray, tokens: Int32Array) -> dict[int, MatcherStatus]:
+        """Advance the matchers by these tokens; return the status, by row, of those that cannot continue."""
         rows = np.flatnonzero(self._table.constrained(slots))
         matchers = [
             matcher for slot in slots[rows].tolist() if (matcher := self._table.request(slot).matcher) is not None
         ]
-        progress = self._grammars.advance(matchers, tokens[rows])
-        found = zip(rows.tolist(), progress, strict=True)
-        return {row: progress for row, progress in found if progress is not Progress.OPEN}
+        statuses = self._grammars.advance(matchers, tokens[rows])
+        found = zip(rows.tolist(), statuses, strict=True)
+        return {row: status for row, status in found if status is not MatcherStatus.OPEN}
 
     def _fail(self, request: Request) -> None:
         """End a request for which the model computed NaN or infinite values."""

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 
 from minisgl.core import Int32Array
 from minisgl.sampling_params import Grammar, SamplingParams
-from minisgl.structured_output.protocol import Matcher, Progress
+from minisgl.structured_output.protocol import Matcher, MatcherStatus
 from minisgl.structured_output.translate import (
     PARSER_LIMITS,
     STACK_BYTES,
@@ -98,23 +98,23 @@ class GrammarMatcher:
                 self.followed.consume_tokens(self._tokens[start : start + REPLAYED_TOKENS])
                 self.followed.compute_bitmask()  # resets llguidance's limit on work between two bitmasks
 
-    def advance(self, token: int) -> Progress:
-        """Consume a token; return the position after it."""
+    def advance(self, token: int) -> MatcherStatus:
+        """Consume a token; return the status after it."""
         followed = self.followed
         if followed is None or followed.is_error():
-            return Progress.FAILED
+            return MatcherStatus.FAILED
         if self._allowed_ids is not None and self._is_excluded(token, self._allowed_ids, followed):
-            return Progress.EXCLUDED
+            return MatcherStatus.EXCLUDED
         if token in self._stop_ids and followed.is_accepting():
-            return Progress.COMPLETE
+            return MatcherStatus.COMPLETE
         if not followed.consume_token(token):
-            return Progress.FAILED
+            return MatcherStatus.FAILED
         self._tokens.append(token)
         if token in self._stop_ids:  # even if the grammar has not ended: nothing else was allowed
-            return Progress.COMPLETE
+            return MatcherStatus.COMPLETE
         if not followed.is_stopped():
-            return Progress.OPEN
-        return Progress.FAILED if followed.is_error() else Progress.COMPLETE
+            return MatcherStatus.OPEN
+        return MatcherStatus.FAILED if followed.is_error() else MatcherStatus.COMPLETE
 
     def _is_excluded(self, token: int, allowed_ids: frozenset[int], followed: LLMatcher) -> bool:
         """Return True if the token violates `allowed_ids` or the grammar: the sampler had no token that both allow."""
@@ -183,7 +183,7 @@ class GrammarMatchers:
         assert sampling.grammar is not None
         return GrammarMatcher(self._automaton(sampling.grammar), sampling, self._eos_token_ids)
 
-    def advance(self, matchers: Sequence[Matcher], tokens: Int32Array) -> list[Progress]:
+    def advance(self, matchers: Sequence[Matcher], tokens: Int32Array) -> list[MatcherStatus]:
         return [self._advance(_own(matcher), token) for matcher, token in zip(matchers, tokens.tolist(), strict=True)]
 
     def fill(self, bitmask: Int32Array, matchers: Sequence[Matcher | None]) -> None:
@@ -219,14 +219,14 @@ class GrammarMatchers:
             if matcher.followed is not None and not matcher.is_plain:
                 matcher.adjust(bitmask[row], matcher.followed)
 
-    def _advance(self, matcher: GrammarMatcher, token: int) -> Progress:
-        progress = matcher.advance(token)
+    def _advance(self, matcher: GrammarMatcher, token: int) -> MatcherStatus:
+        status = matcher.advance(token)
         for _ in range(REPLACEMENTS):
-            if progress is not Progress.FAILED or not matcher.is_stuck:
+            if status is not MatcherStatus.FAILED or not matcher.is_stuck:
                 break
             self._replace_automaton(matcher)
-            progress = matcher.advance(token)
-        return progress
+            status = matcher.advance(token)
+        return status
 
     def _replace_automaton(self, matcher: GrammarMatcher) -> None:
         """Replace a stuck matcher's automaton, for this matcher and later ones."""

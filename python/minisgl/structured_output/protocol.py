@@ -13,8 +13,8 @@ from minisgl.core import Int32Array
 from minisgl.sampling_params import SamplingParams
 
 
-class Progress(Enum):
-    """Position of a matcher after a token."""
+class MatcherStatus(Enum):
+    """Status of a matcher after a token."""
 
     OPEN = auto()  # more tokens can follow
     COMPLETE = auto()  # nothing can follow but an end of sequence
@@ -36,8 +36,8 @@ class Grammars(Protocol):
     def start(self, sampling: SamplingParams) -> Matcher:
         """Return the matcher of a new request with a grammar, without waiting for its compilation."""
 
-    def advance(self, matchers: Sequence[Matcher], tokens: Int32Array) -> list[Progress]:
-        """Advance each matcher by its token; return their positions."""
+    def advance(self, matchers: Sequence[Matcher], tokens: Int32Array) -> list[MatcherStatus]:
+        """Advance each matcher by its token; return their statuses."""
 
     def fill(self, bitmask: Int32Array, matchers: Sequence[Matcher | None]) -> None:
         """Write the grammar bitmask int32[rows, words]: bit i of word w is set if id 32 w + i is allowed next.
@@ -52,7 +52,7 @@ class NoGrammars:
     def start(self, sampling: SamplingParams) -> Matcher:
         raise NotImplementedError("this engine serves no grammars")
 
-    def advance(self, matchers: Sequence[Matcher], tokens: Int32Array) -> list[Progress]:
+    def advance(self, matchers: Sequence[Matcher], tokens: Int32Array) -> list[MatcherStatus]:
         raise NotImplementedError("this engine serves no grammars")
 
     def fill(self, bitmask: Int32Array, matchers: Sequence[Matcher | None]) -> None:
