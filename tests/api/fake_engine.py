@@ -59,7 +59,7 @@ from minisgl.message.types import (
     Flushed,
     PositionLogprobs,
     ProcessCounts,
-    Report,
+    StatsReport,
     StatsRequest,
     TokenLogprob,
     pack_ids,
@@ -194,7 +194,7 @@ class FakeEngine(threading.Thread):
                         ProcessCounts("scheduler-0", {"requests_running": len(self._live), **self.scheduler_counts}),
                         ProcessCounts("detokenizer", {"open": len(self._live)}),
                     ]
-                    yield Report(query, counts)
+                    yield StatsReport(query, counts)
             case Encode(query, prompt, strings):
                 words = prompt_text(prompt).split()
                 if words[0] == "refuse":

@@ -9,7 +9,7 @@ import pytest
 
 from minisgl.message.to_api import Accepted, OutputDelta, OutputDeltas, Refused
 from minisgl.message.to_tokenizer import Generate, TextPrompt, ToTokenizer
-from minisgl.message.types import Abort, ProcessCounts, Report, StatsRequest, TextOptions, pack_ids
+from minisgl.message.types import Abort, ProcessCounts, StatsReport, StatsRequest, TextOptions, pack_ids
 from minisgl.sampling_params import SamplingParams
 from minisgl.seeds import choice_seed
 from minisgl.server.api.http.errors import ApiError
@@ -278,13 +278,13 @@ def test_counts_are_merged_and_late_reports_counted() -> None:
         assert client.counts().counts["open_queries"] == 2
         for index, query in enumerate(queries):
             counts = [ProcessCounts(f"tokenizer-{index}", {"x": index}), ProcessCounts("scheduler", {"y": 1})]
-            client.dispatch([Report(query, counts)])
+            client.dispatch([StatsReport(query, counts)])
         counts, complete = await asking
         assert [process.process for process in counts] == ["api", "scheduler", "tokenizer-0", "tokenizer-1"]
         assert complete
         _, complete = await client.query_counts(0.01)
         assert not complete
-        client.dispatch([Report(3, [])])
+        client.dispatch([StatsReport(3, [])])
         assert client.counts().counts["dropped_reports"] == 1
         assert idle(client)
 

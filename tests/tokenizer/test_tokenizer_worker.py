@@ -45,7 +45,7 @@ from minisgl.message.types import (
     FlushCache,
     Flushed,
     ProcessCounts,
-    Report,
+    StatsReport,
     StatsRequest,
     TextOptions,
     pack_ids,
@@ -418,9 +418,9 @@ def test_detokenizer_process(server: Server) -> None:
         inbox.send(StepOutput(opened, [1, 2], pack_ids([ab, a]), []))
         inbox.send(StepOutput([], [9], pack_ids([a]), []))  # nothing to say of an unknown sequence
         inbox.send(StepOutput([], [1, 2], pack_ids([b, 2]), [End(2, "stop", stop_token=2)]))
-        inbox.send(Report(7, [ProcessCounts("scheduler", {"running": 1})]))
+        inbox.send(StatsReport(7, [ProcessCounts("scheduler", {"running": 1})]))
         inbox.send(StepOutput([], [1], pack_ids([a]), [End(1, "stop")]))
-        inbox.send(Report(8, []))
+        inbox.send(StatsReport(8, []))
         assert server.api.receive() == OutputDeltas(
             [OutputDelta(1, pack_ids([ab]), "a"), OutputDelta(2, pack_ids([a]), "a")]
         )
@@ -429,8 +429,10 @@ def test_detokenizer_process(server: Server) -> None:
         )
         report = server.api.receive()
         counts = {"sequences": 1, "dropped_tokens": 1}
-        assert report == Report(7, [ProcessCounts("scheduler", {"running": 1}), ProcessCounts("detokenizer", counts)])
-        assert server.api.receive() == Report(8, [ProcessCounts("detokenizer", counts | {"sequences": 0})])
+        assert report == StatsReport(
+            7, [ProcessCounts("scheduler", {"running": 1}), ProcessCounts("detokenizer", counts)]
+        )
+        assert server.api.receive() == StatsReport(8, [ProcessCounts("detokenizer", counts | {"sequences": 0})])
         assert server.scheduler.receive() == Stopped(1)
 
 

@@ -8,7 +8,7 @@ import msgspec
 
 from minisgl.core import ErrorCause, FinishReason
 from minisgl.message.engine_state import StateReport
-from minisgl.message.types import Flushed, PackedIds, PositionLogprobs, Report
+from minisgl.message.types import Flushed, PackedIds, PositionLogprobs, StatsReport
 
 RefusalStatus: TypeAlias = Literal[400, 500, 503]  # HTTP's
 
@@ -97,4 +97,4 @@ class Unanswered(msgspec.Struct, frozen=True, tag=True):
 
 
 Reply: TypeAlias = Encoded | Decoded | Described | Flushed | StateReport | Unanswered
-ToApi: TypeAlias = Accepted | Refused | OutputDeltas | Report | Reply
+ToApi: TypeAlias = Accepted | Refused | OutputDeltas | StatsReport | Reply

@@ -8,7 +8,7 @@ import msgspec
 
 from minisgl.core import ErrorCause, FinishReason
 from minisgl.message.engine_state import StateReport
-from minisgl.message.types import Flushed, LogprobRows, PackedIds, Report, TextOptions
+from minisgl.message.types import Flushed, LogprobRows, PackedIds, StatsReport, TextOptions
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True):
@@ -52,4 +52,4 @@ class StepOutput(msgspec.Struct, tag=True):
         return bool(self.opened or self.seq_ids or self.ended)
 
 
-ToDetokenizer: TypeAlias = StepOutput | Report | Flushed | StateReport
+ToDetokenizer: TypeAlias = StepOutput | StatsReport | Flushed | StateReport

@@ -101,7 +101,7 @@ class StatsRequest(msgspec.Struct, frozen=True, tag=True):
     counts: list[ProcessCounts] = []
 
 
-class Report(msgspec.Struct, frozen=True, tag=True):
+class StatsReport(msgspec.Struct, frozen=True, tag=True):
     """Scheduler -> detokenizer -> API server: answer to StatsRequest, with the counts of all these processes."""
 
     query_id: int

@@ -15,7 +15,7 @@ from minisgl.message.engine_state import EngineState, InspectState, StateReport
 from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_detokenizer import ToDetokenizer
 from minisgl.message.to_scheduler import Add, Stopped, ToRank, ToScheduler
-from minisgl.message.types import Abort, FlushCache, Flushed, ProcessCounts, Report, StatsRequest, unpack_ids
+from minisgl.message.types import Abort, FlushCache, Flushed, ProcessCounts, StatsReport, StatsRequest, unpack_ids
 from minisgl.models.config.load_config import load_engine_model
 from minisgl.process.worker import Worker
 from minisgl.scheduler.assembly import make_loop, reuses_prefixes
@@ -84,7 +84,7 @@ class SchedulerServer:
                 self._scheduler.end(message.seq_id, "stop")
             case StatsRequest():
                 counts = ProcessCounts("scheduler-0", self._scheduler.counts())
-                self._detokenizer.send(Report(message.query_id, [*message.counts, counts]))
+                self._detokenizer.send(StatsReport(message.query_id, [*message.counts, counts]))
                 if self._loop.trace is not None and perf_counter() - self._inspected > WATCH_SECONDS:
                     self._loop.trace = None
             case InspectState():

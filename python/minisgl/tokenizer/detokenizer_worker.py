@@ -9,7 +9,7 @@ from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_api import OutputDeltas, ToApi
 from minisgl.message.to_detokenizer import StepOutput, ToDetokenizer
 from minisgl.message.to_scheduler import ToScheduler
-from minisgl.message.types import Flushed, ProcessCounts, Report
+from minisgl.message.types import Flushed, ProcessCounts, StatsReport
 from minisgl.process.worker import Worker
 from minisgl.tokenizer.detokenizer import Detokenizer
 from minisgl.tokenizer.files import load_decoder
@@ -39,4 +39,4 @@ def run(worker: Worker) -> None:
                 "detokenizer",
                 {"sequences": detokenizer.open_sequences, "dropped_tokens": detokenizer.dropped_tokens},
             )
-            api.send(Report(message.query_id, [*message.counts, counts]))
+            api.send(StatsReport(message.query_id, [*message.counts, counts]))

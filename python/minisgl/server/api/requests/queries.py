@@ -13,7 +13,7 @@ from typing import TypeVar
 from minisgl.message.socket import Sender
 from minisgl.message.to_api import Reply, Unanswered
 from minisgl.message.to_tokenizer import Query, ToTokenizer
-from minisgl.message.types import ProcessCounts, Report, StatsRequest
+from minisgl.message.types import ProcessCounts, StatsReport, StatsRequest
 from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.http.errors import ApiError, no_answer, refused
 
@@ -73,9 +73,9 @@ class Queries:
         merged = {counts.process: counts for report in done for counts in report.result()}
         return [merged[name] for name in sorted(merged)], not missing
 
-    def answer(self, answer: Reply | Report) -> None:
+    def answer(self, answer: Reply | StatsReport) -> None:
         """Give an answer to the coroutine that waits for it, if one still does."""
-        if isinstance(answer, Report):
+        if isinstance(answer, StatsReport):
             report = self._reports.pop(answer.query_id, None)
             if report is None or report.done():
                 self.dropped_reports += 1
