@@ -12,7 +12,7 @@ import torch
 
 from minisgl.distributed import SingleRank, TPGroup
 from minisgl.distributed.shared_memory import SharedMemoryTP
-from minisgl.models.checkpoint import StoredTensor
+from minisgl.models.checkpoint import SafetensorsTensor
 from minisgl.models.config.load_config import load_model_config
 from minisgl.models.config.model_config import UnsupportedModel
 from minisgl.models.loading import build_model, load_model
@@ -153,7 +153,7 @@ def test_a_rank_reads_only_what_it_keeps(
     config = load_model_config(folder)
     if whole:
         config = config.with_whole_experts()
-    read = StoredTensor.read
+    read = SafetensorsTensor.read
     seen: list[int] = []
 
     def counted(*args: Any) -> torch.Tensor:
@@ -161,7 +161,7 @@ def test_a_rank_reads_only_what_it_keeps(
         seen.append(tensor.numel())
         return tensor
 
-    monkeypatch.setattr(StoredTensor, "read", counted)
+    monkeypatch.setattr(SafetensorsTensor, "read", counted)
     sizes = []
     for tp in (SingleRank(), Rank(1, 2)):
         seen.clear()

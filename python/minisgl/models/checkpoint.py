@@ -29,7 +29,7 @@ _BLOCK = 1 << 24  # number of values dequantized at a time
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-class StoredTensor:
+class SafetensorsTensor:
     """Implements quantization.matrix.StoredTensor over a safetensors file."""
 
     def __init__(self, files: _Files, path: Path, name: str) -> None:
@@ -63,12 +63,12 @@ class Checkpoint:
 
     def __init__(self, folder: Path, names: CheckpointNames, quantization: Quantization | None) -> None:
         self._files = _Files()
-        stored: dict[str, StoredTensor] = {}
+        stored: dict[str, SafetensorsTensor] = {}
         left_out: list[str] = []
         for path in checkpoint_files(folder):
             for name in self._files.open(path).keys():  # noqa: SIM118 (not a dict)
                 if names.ours(name) is not None:
-                    stored[name] = StoredTensor(self._files, path, name)
+                    stored[name] = SafetensorsTensor(self._files, path, name)
                 else:
                     left_out.append(next(prefix for prefix in names.ignored if name.startswith(prefix)))
         if left_out:
@@ -83,7 +83,7 @@ class Checkpoint:
                 raise WeightError(f"the checkpoint in {folder} ({quantization.name}): {error}") from error
             self.zero_biases = {names.ours(name) or name for name in self._find_zero_biases(stored)}
         plain = {name: tensor for name, tensor in stored.items() if name not in self._quantized.used}
-        both: dict[str, StoredTensor | QuantizedMatrix | Mxfp4Experts] = {**plain, **self._quantized.matrices}
+        both: dict[str, SafetensorsTensor | QuantizedMatrix | Mxfp4Experts] = {**plain, **self._quantized.matrices}
         self._tensors = {names.ours(name) or name: tensor for name, tensor in both.items()}
         self._kv_scales = {names.ours(name) or name: tensor for name, tensor in self._quantized.kv_scales.items()}
         self._factors: dict[str, float] = {}  # powers of two, by which weights are multiplied
@@ -123,7 +123,7 @@ class Checkpoint:
 
     def _read_into(self, target: Tensor, name: str, source: tuple[slice, ...]) -> None:
         tensor = self._tensors[name]
-        if isinstance(tensor, StoredTensor):
+        if isinstance(tensor, SafetensorsTensor):
             if tensor.dtype not in _FLOATS:
                 raise WeightError(f"{name} is stored as {tensor.dtype}, and config.json does not say how to read it")
             target.copy_(tensor.read(*source))
@@ -138,7 +138,7 @@ class Checkpoint:
     def level_format(self, name: str, source: tuple[slice, ...]) -> LevelFormat | None:
         """Return how the columns of a part are stored, if `read_levels_into` can read them as they are."""
         tensor = self._tensors[name]
-        if isinstance(tensor, StoredTensor):
+        if isinstance(tensor, SafetensorsTensor):
             return None
         start, stop, step = source[1].indices(tensor.shape[1])
         return tensor.level_format(slice(start, stop)) if step == 1 else None
@@ -146,7 +146,7 @@ class Checkpoint:
     def read_levels_into(self, target: Levels, name: str, source: tuple[slice, ...]) -> None:
         """Fill `target`, of the part's `level_format`, from a part of a quantized matrix, a few rows at a time."""
         tensor = self._tensors[name]
-        if isinstance(tensor, StoredTensor | Mxfp4Experts):
+        if isinstance(tensor, SafetensorsTensor | Mxfp4Experts):
             raise TypeError(f"{name} is not a quantized matrix")
         for at, rows, columns, steps in _parts(tensor.shape, source):
             try:
@@ -173,7 +173,7 @@ class Checkpoint:
         self.read_levels_into(levels, name, source)
         yield levels
 
-    def _find_zero_biases(self, stored: dict[str, StoredTensor]) -> Iterator[str]:
+    def _find_zero_biases(self, stored: dict[str, SafetensorsTensor]) -> Iterator[str]:
         """Find biases of quantized modules that are all zero: AutoGPTQ writes them for models without biases."""
         for module in self._quantized.modules:
             bias = stored.get(f"{module}.bias")
