@@ -24,7 +24,7 @@ from minisgl.message.to_tokenizer import ToTokenizer
 from minisgl.parsers.parser_choice import Parsers
 from minisgl.server.api.api_process import receive_forever
 from minisgl.server.api.app import build_app
-from minisgl.server.api.http.drain import Drain
+from minisgl.server.api.http.drain import DrainState
 from minisgl.server.api.http.errors import shutting_down
 from minisgl.server.api.http.server import Server
 from minisgl.server.api.requests.engine_client import EngineClient, Heartbeat
@@ -92,7 +92,7 @@ class RunningServer:
         self.client = EngineClient(outboxes, self.config.http.max_queued_requests)
         heartbeat = Heartbeat(self.client)
         parsers = Parsers.choose(self.config.tool_call_parser, self.config.reasoning_parser, ())
-        self.drain = Drain()
+        self.drain = DrainState()
         limits = self.config.http.limits(LIMITS)
         self.app = build_app(
             self.client, heartbeat, self.drain, self.config, limits, parsers, open_store(self.config.http)

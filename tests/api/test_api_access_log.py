@@ -11,7 +11,7 @@ from api_harness import RawClient, RunningServer, make_config
 from fake_engine import wait_until
 
 from minisgl.server.api.app import middleware_stack
-from minisgl.server.api.http.drain import Drain
+from minisgl.server.api.http.drain import DrainState
 from minisgl.server.api.http.middleware import AccessLogMiddleware
 
 LOGGER = "minisgl.server.api.http.middleware"
@@ -86,7 +86,7 @@ def test_the_access_log_can_be_disabled(
     start_server: Callable[..., RunningServer], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, LOGGER)
-    assert AccessLogMiddleware not in [layer.cls for layer in middleware_stack(make_config(shell=True), Drain())]
+    assert AccessLogMiddleware not in [layer.cls for layer in middleware_stack(make_config(shell=True), DrainState())]
     server = start_server(access_log=False)
     assert server.post(CHAT, json=HELLO).status_code == 200
     server.assert_idle()

@@ -18,7 +18,7 @@ from minisgl.message.to_api import ToApi
 from minisgl.message.to_tokenizer import ToTokenizer
 from minisgl.process.worker import Worker
 from minisgl.server.api.app import build_app
-from minisgl.server.api.http.drain import Drain
+from minisgl.server.api.http.drain import DrainState
 from minisgl.server.api.http.errors import shutting_down
 from minisgl.server.api.http.server import Server
 from minisgl.server.api.requests.engine_client import EngineClient, Heartbeat
@@ -57,7 +57,7 @@ async def serve(worker: Worker, sock: socket.socket) -> None:
         parsers = model_parsers(config)
         responses = open_store(config.http)
     loop = asyncio.get_running_loop()
-    drain = Drain()
+    drain = DrainState()
     worker.on_drain(lambda: loop.call_soon_threadsafe(drain.begin))
     limits = config.http.limits(worker.ready())
     heartbeat = Heartbeat(client)

@@ -17,7 +17,7 @@ from minisgl.config import ServerConfig
 from minisgl.limits import Limits
 from minisgl.parsers.parser_choice import Parsers
 from minisgl.sampling_params import InvalidRequest
-from minisgl.server.api.http.drain import Drain, DrainGate
+from minisgl.server.api.http.drain import DrainGate, DrainState
 from minisgl.server.api.http.errors import ApiError, invalid_request
 from minisgl.server.api.http.gates import Gate, browser_check, key_check
 from minisgl.server.api.http.middleware import AccessLogMiddleware, BodyBudgetMiddleware, RequestIdMiddleware
@@ -53,7 +53,7 @@ LARGEST_BODIES = 128  # bodies of the largest allowed size that may be held at a
 def build_app(
     client: EngineClient,
     heartbeat: Heartbeat,
-    drain: Drain,
+    drain: DrainState,
     config: ServerConfig,
     limits: Limits,
     parsers: Parsers,
@@ -82,7 +82,7 @@ def build_app(
     return app
 
 
-def middleware_stack(config: ServerConfig, drain: Drain) -> list[Middleware]:
+def middleware_stack(config: ServerConfig, drain: DrainState) -> list[Middleware]:
     """Return the middleware, outermost first.
 
     CORS comes before the gate: a web page's preflight carries no key, and the page must be able to read a refusal.

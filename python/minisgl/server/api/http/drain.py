@@ -19,7 +19,7 @@ WATCHING_ROUTES = frozenset(
 )
 
 
-class Drain:
+class DrainState:
     """Count of requests under way, and the error for requests that are refused."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Drain:
 class DrainGate:
     """Middleware that refuses requests once the drain has begun, those to WATCHING_ROUTES excepted."""
 
-    def __init__(self, app: ASGIApp, drain: Drain) -> None:
+    def __init__(self, app: ASGIApp, drain: DrainState) -> None:
         self._app = app
         self._drain = drain
 

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from minisgl.config import HttpConfig
 from minisgl.server.api.http.connection import Connection
-from minisgl.server.api.http.drain import Drain
+from minisgl.server.api.http.drain import DrainState
 from minisgl.server.api.http.errors import ApiError
 from minisgl.server.api.metrics import RequestMetrics
 
@@ -117,7 +117,7 @@ class Acceptor:
 class Server(uvicorn.Server):
     """uvicorn's server with our own connections and without signal handlers: the supervisor says when it ends."""
 
-    def __init__(self, app: ASGIApp, http: HttpConfig, drain: Drain, metrics: RequestMetrics) -> None:
+    def __init__(self, app: ASGIApp, http: HttpConfig, drain: DrainState, metrics: RequestMetrics) -> None:
         config = uvicorn.Config(
             app,
             ssl_keyfile=http.ssl_keyfile,
