@@ -9,7 +9,7 @@ import msgspec
 Runner: TypeAlias = Literal["auto", "generate", "pooling"]
 Convert: TypeAlias = Literal["auto", "embed", "classify"]
 PoolingMethod: TypeAlias = Literal["last", "mean"]
-Activation: TypeAlias = Literal["sigmoid", "softmax", "identity"]
+ClassActivation: TypeAlias = Literal["sigmoid", "softmax", "identity"]
 
 NO_TEXT = "this model generates no text: it makes embeddings, scores or classes (runner pooling)"
 NO_VECTORS = "this model generates text: it is loaded with --runner pooling for embeddings, scores and classes"
@@ -28,7 +28,7 @@ class PoolingConfig(msgspec.Struct, frozen=True, kw_only=True):
     normalize: bool = True  # embeddings have length 1
     dimensions: tuple[int, ...] = ()  # sizes to which embeddings may be cut; (): any
     labels: tuple[str, ...] = ()  # names of the classes
-    activation: Activation = "identity"  # from logits to the classes' values for clients
+    activation: ClassActivation = "identity"  # from logits to the classes' values for clients
     answer_ids: tuple[int, ...] = ()
     max_seq_len: int | None = None  # maximum length in tokens, if the model's folder states one
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.pooling.pooling_config import Activation, PoolingConfig
+from minisgl.pooling.pooling_config import ClassActivation, PoolingConfig
 from minisgl.sampling_params import InvalidRequest
 
 Float32Array = NDArray[np.float32]
@@ -44,7 +44,7 @@ def cosine(first: Float32Array, second: Float32Array) -> float:
     return float(first @ second) / max(lengths, _SMALLEST)
 
 
-def activated(logits: Float32Array, activation: Activation) -> Float32Array:
+def activated(logits: Float32Array, activation: ClassActivation) -> Float32Array:
     """Return the classes' values for the client, from their logits [n]."""
     if activation == "identity":
         return logits

@@ -13,13 +13,13 @@ from typing import Any
 from minisgl.models.config.checkpoint_metadata import vocabulary_ids
 from minisgl.models.config.config_reader import brief, read_json, read_object
 from minisgl.models.config.model_config import ModelConfig, UnsupportedModel
-from minisgl.pooling.pooling_config import Activation, Convert, PoolingConfig, PoolingMethod, Runner
+from minisgl.pooling.pooling_config import ClassActivation, Convert, PoolingConfig, PoolingMethod, Runner
 
 CAUSAL, CLASSIFIER, HEADLESS = "ForCausalLM", "ForSequenceClassification", "Model"
 _GENERATING = CAUSAL, "ForConditionalGeneration"
 _ANSWERS = "no", "yes"  # answers of Qwen3-Reranker: "yes" means that the document is relevant
 _METHODS: Mapping[str, PoolingMethod] = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean"}
-_ACTIVATIONS: Mapping[str, Activation] = {"Sigmoid": "sigmoid", "Identity": "identity", "Softmax": "softmax"}
+_ACTIVATIONS: Mapping[str, ClassActivation] = {"Sigmoid": "sigmoid", "Identity": "identity", "Softmax": "softmax"}
 
 
 def read_pooling(
@@ -106,7 +106,7 @@ def _classifier(folder: Path, raw: Mapping[str, Any], name: str, steps: Mapping[
     )
 
 
-def _activation(raw: Mapping[str, Any], size: int) -> Activation:
+def _activation(raw: Mapping[str, Any], size: int) -> ClassActivation:
     """Return the activation of the logits: the config's, or by default the one that gives probabilities."""
     inner = raw.get("sentence_transformers")
     wanted = inner.get("activation_fn") if isinstance(inner, dict) else raw.get("sbert_ce_default_activation_function")

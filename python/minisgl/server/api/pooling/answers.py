@@ -16,7 +16,7 @@ from msgspec.json import encode
 from minisgl.limits import Limits
 from minisgl.message.to_tokenizer import IdsPrompt, PairPrompt, Prompt, TextPrompt
 from minisgl.message.types import TextOptions, pack_ids
-from minisgl.pooling.pooling_config import Activation, PoolingConfig
+from minisgl.pooling.pooling_config import ClassActivation, PoolingConfig
 from minisgl.pooling.vectors import Float32Array, activated, cosine, embedding
 from minisgl.sampling_params import CONTEXT_LENGTH_EXCEEDED, InvalidRequest, SamplingParams
 from minisgl.server.api.answers.answer import Usage, Writer
@@ -235,14 +235,17 @@ def values_of(vector: Float32Array, pooling: PoolingConfig, body: VectorsBody) -
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
 
-def classified(index: int, logits: Float32Array, pooling: PoolingConfig, activation: Activation) -> Classified:
+def classified(index: int, logits: Float32Array, pooling: PoolingConfig, activation: ClassActivation) -> Classified:
     """Return the most likely class of an input and the probabilities of all."""
     labels = pooling.labels
     return Classified(index, labels[int(logits.argmax())], activated(logits, activation).tolist(), len(labels))
 
 
 def scores_of(
-    vectors: Sequence[Float32Array], pooling: PoolingConfig, activation: Activation, pairs: Sequence[tuple[int, int]]
+    vectors: Sequence[Float32Array],
+    pooling: PoolingConfig,
+    activation: ClassActivation,
+    pairs: Sequence[tuple[int, int]],
 ) -> list[float]:
     """Return the score of each pair: the reranker's, or the cosine of two embeddings, whose indices `pairs` has."""
     if pooling.makes == "embedding":

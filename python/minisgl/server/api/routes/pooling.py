@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
-from minisgl.pooling.pooling_config import NO_VECTORS, Activation, PoolingConfig
+from minisgl.pooling.pooling_config import NO_VECTORS, ClassActivation, PoolingConfig
 from minisgl.pooling.vectors import Float32Array, check_dimensions
 from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.answers.answer import Answer, Usage
@@ -159,5 +159,5 @@ class PoolingRoutes(Routes):
         return pooling
 
 
-def _activation(use_activation: bool | None, pooling: PoolingConfig) -> Activation:
+def _activation(use_activation: bool | None, pooling: PoolingConfig) -> ClassActivation:
     return "identity" if use_activation is False else pooling.activation
