@@ -21,7 +21,7 @@ class Completion(TypedDict):
     prompt_logprobs: NotRequired[list[PositionLogprobs]]  # one for each prompt token but the first, if requested
 
 
-class Answer:
+class OutputCollector:
     """Collects the deltas of one sequence; the last one sets `completion`.
 
     The deltas are then joined and freed, while the device is working on other sequences.

@@ -22,8 +22,8 @@ from minisgl.config import SamplingDefaults, ServerConfig
 from minisgl.core import Int32Array
 from minisgl.engine.device import join_ranks
 from minisgl.engine.engine import Engine
-from minisgl.llm.completion import Answer
 from minisgl.llm.completion import Completion as Completion
+from minisgl.llm.completion import OutputCollector
 from minisgl.llm.keywords import read_settings, signature
 from minisgl.llm.rank_processes import RankLost, RankProcesses
 from minisgl.message.control import Progress
@@ -327,7 +327,7 @@ class LLM:
 
     def _run(
         self, prompts: list[Int32Array], params: list[SamplingParams], use_tqdm: bool, *, continues: bool
-    ) -> list[Answer]:
+    ) -> list[OutputCollector]:
         """Return the prompts' answers; no other call runs meanwhile. `continues`: their texts continue the prompts'."""
         with self._lock:
             self._require_open()
@@ -363,13 +363,13 @@ class LLM:
 
     def _answer(
         self, prompts: list[Int32Array], params: list[SamplingParams], use_tqdm: bool, *, continues: bool
-    ) -> list[Answer]:
+    ) -> list[OutputCollector]:
         scheduler, detokenizer = self.loop.scheduler, Detokenizer(self._decoder)
         for seq_id, (ids, one) in enumerate(zip(prompts, params, strict=True)):
             seed = choice_seed(random_seed() if one.seed is None else one.seed, 0)
             scheduler.add(seq_id, ids, one, seed, text=TextOptions(one.stop, continues=continues))
 
-        answers = [Answer(one) for one in params]
+        answers = [OutputCollector(one) for one in params]
         with progress_bar("Generating", len(prompts), unit="request", leave=True, shown=use_tqdm) as bar:
             while self.loop.has_work:
                 report = self.loop.step()
