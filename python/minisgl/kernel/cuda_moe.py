@@ -184,7 +184,7 @@ class CudaMoe:
         weight: Tensor,
         bias: Tensor | None,
         mixture: Mixture,
-        residual: Tensor | None = None,
+        residual: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Compute Ops.norm_moe; the launch of norm and router chooses the experts, too."""
         tokens, device, held = len(x), x.device, len(mixture.w2)

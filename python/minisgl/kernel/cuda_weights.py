@@ -27,7 +27,7 @@ class QuantizedWeight:
     """
 
     def __init__(
-        self, ops: Ops, gemm: QuantizedGemm, packed: PackedLevels, dtype: torch.dtype, order: Tensor | None = None
+        self, ops: Ops, gemm: QuantizedGemm, packed: PackedLevels, dtype: torch.dtype, order: Tensor | None
     ) -> None:
         """`order`: int64 [in], the matrix's column of each packed column, if their order differs (`desc_act`)."""
         self._ops, self._gemm, self._packed, self._dtype, self._order = ops, gemm, packed, dtype, order
@@ -114,5 +114,5 @@ class Fp8Weight:
 class Fp8BlockWeight(Fp8Weight):
     """Implements also kernel.fp8_rows.Fp8Products: the weight has block scales, x has group scales."""
 
-    def linear_of_rounded(self, x: Fp8Rows, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    def linear_of_rounded(self, x: Fp8Rows, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         return self._gemm.product(x, self._matrix, bias, residual, self._dtype)

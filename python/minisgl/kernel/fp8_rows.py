@@ -29,7 +29,7 @@ class Fp8Rows(NamedTuple):
 class Fp8Products(Protocol):
     """Weight whose products round x in groups of 128 columns, or take an x that another kernel has already rounded."""
 
-    def linear_of_rounded(self, x: Fp8Rows, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    def linear_of_rounded(self, x: Fp8Rows, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         """Compute `Ops.linear`."""
 
 

@@ -33,7 +33,7 @@ def attend(
 
 
 def attend_rounded(
-    layer: int, qkv: Tensor, heads: Heads, sinks: Tensor | None, ctx: ForwardContext, kv_of: int | None = None
+    layer: int, qkv: Tensor, heads: Heads, sinks: Tensor | None, ctx: ForwardContext, kv_of: int | None
 ) -> Fp8Rows | None:
     """Do as `attend`, and round the rows [T, heads * head_dim] to FP8 as the output projection would.
 

@@ -73,9 +73,7 @@ def _slices(model: nn.Module, forms: WeightForms, found: Container[str] = ()) ->
 
 
 @torch.no_grad()
-def load_weights(
-    model: nn.Module, checkpoint: Checkpoint, folder: Path, forms: WeightForms, *, progress: bool = False
-) -> None:
+def load_weights(model: nn.Module, checkpoint: Checkpoint, folder: Path, forms: WeightForms, *, progress: bool) -> None:
     """Fill the model. If the checkpoint does not fit, WeightError names tensor and shapes before anything is read."""
     wanted: dict[str, list[_Slice]] = defaultdict(list)
     found = checkpoint.shapes
@@ -115,7 +113,7 @@ def load_weights(
 
 @torch.no_grad()
 def fill_random(
-    model: nn.Module, std: float, forms: WeightForms, *, seed: int, quantization: Quantization | None = None
+    model: nn.Module, std: float, forms: WeightForms, *, seed: int, quantization: Quantization | None
 ) -> None:
     """Fill matrices from normal(0, std) on their device; norms stay 1, biases and padding stay 0.
 

@@ -31,9 +31,9 @@ class RequestPages:
         cache: CacheManager,
         num_pages: int,
         table: SlotTable,
-        snapshots: SnapshotStore | None = None,
-        windows: WindowPool | None = None,
-        max_prefill_tokens: int = 0,
+        snapshots: SnapshotStore | None,
+        windows: WindowPool | None,
+        max_prefill_tokens: int,
     ) -> None:
         """`snapshots`: a prefix can be used only up to a snapshot. `max_prefill_tokens` of a step, for `windows`."""
         self._cache = cache

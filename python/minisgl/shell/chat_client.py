@@ -64,7 +64,7 @@ class Chunk(msgspec.Struct, frozen=True):
 class ChatClient:
     """A connection to `base_url` (with its /v1). All methods raise ChatError."""
 
-    def __init__(self, base_url: str, api_key: str | None = None) -> None:
+    def __init__(self, base_url: str, api_key: str | None) -> None:
         self._base_url = base_url.rstrip("/")
         self._http = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),

@@ -43,7 +43,7 @@ _CLASS = re.compile(r"(?<!\\)((?:\\\\)*)\[(?:[^\]\\]|\\.)*\]")
 EXACT_FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
 
 
-def prepared_schema(text: str, field: str, *, closes: bool = False) -> dict[str, Any]:
+def prepared_schema(text: str, field: str, *, closes: bool) -> dict[str, Any]:
     """Return the schema of a JSON text, prepared for llguidance; InvalidRequest if it is invalid or out of bounds.
 
     `closes`: an object whose schema names keys, and does not mention others, may have no others.

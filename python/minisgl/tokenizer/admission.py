@@ -118,9 +118,9 @@ def encode_prompt(
     prompt: Prompt,
     tokenizer: TextTokenizer,
     limits: Limits,
-    keep: int | None = None,
+    keep: int | None,
     *,
-    keep_first: bool = False,
+    keep_first: bool,
 ) -> Int32Array:
     """Return the prompt's ids: all, or the last `keep` of them, or the first `keep` if `keep_first`."""
     if isinstance(prompt, PairPrompt):

@@ -113,7 +113,7 @@ def _listed(config: dict[str, Any]) -> list[Added]:
         raise ConfigError(f"tokenizer_config.json has no valid added_tokens_decoder: {error}") from error
 
 
-def chat_templates(folder: Path, config: dict[str, Any], file: str | None = None) -> dict[str, str]:
+def chat_templates(folder: Path, config: dict[str, Any], file: str | None) -> dict[str, str]:
     """Return the chat templates by name: only that of `file` if given, else the folder's.
 
     A single template is called "default"; the result is empty if the model has none.

@@ -27,9 +27,9 @@ FIELD = "prompt"
 
 def encode_pair(pair: PairPrompt, tokenizer: TextTokenizer, limits: Limits, keep: int | None = None) -> Int32Array:
     """Return the ids of a pair, at most `keep`, for which the document is cut; InvalidRequest if that is impossible."""
-    tokenizer.check_length(pair.query, limits, FIELD)
+    tokenizer.check_length(pair.query, limits, add_special_tokens=False, field=FIELD)
     if keep is None:
-        tokenizer.check_length(pair.document, limits, FIELD)
+        tokenizer.check_length(pair.document, limits, add_special_tokens=False, field=FIELD)
         return _encode(pair, tokenizer)
     document = pair.document[: tokenizer.most_chars(keep)]
     ids = _encode(_with_document(pair, document), tokenizer)

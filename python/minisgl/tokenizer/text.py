@@ -67,12 +67,12 @@ class TextTokenizer:
         encoding = self.tokenizer.encode_batch_fast([sent], add_special_tokens=add_special_tokens)[0]
         return np.array(encoding.ids, dtype=np.int32)
 
-    def encode_fitting(self, text: str, limits: Limits, add_special_tokens: bool, field: str = "prompt") -> Int32Array:
+    def encode_fitting(self, text: str, limits: Limits, add_special_tokens: bool, field: str) -> Int32Array:
         """Return the ids of a text; InvalidRequest, before encoding all of it, if it certainly exceeds the context."""
-        self.check_length(text, limits, field, add_special_tokens)
+        self.check_length(text, limits, add_special_tokens, field)
         return self.encode(text, add_special_tokens, field)
 
-    def check_length(self, text: str, limits: Limits, field: str, add_special_tokens: bool = False) -> None:
+    def check_length(self, text: str, limits: Limits, add_special_tokens: bool, field: str) -> None:
         """Raise InvalidRequest if the text certainly exceeds the context, as its length or its beginning shows."""
         max_tokens = limits.max_seq_len
         probe = max_tokens * CHARS_PER_TOKEN
@@ -90,7 +90,7 @@ class TextTokenizer:
         return num_tokens * self._longest_token
 
     def encode_cut(
-        self, text: str, num_tokens: int, add_special_tokens: bool, field: str = "prompt", *, keep_first: bool = False
+        self, text: str, num_tokens: int, add_special_tokens: bool, field: str = "prompt", *, keep_first: bool
     ) -> Int32Array:
         """Return `num_tokens` ids of a text, its last or first ones, including the special tokens around it."""
         ids, part = np.empty(0, dtype=np.int32), ""

@@ -27,6 +27,7 @@ PAGED = "minisgl"  # in the registry; it has no masks, and transformers then mak
 PROBED = "minisgl-probe"
 _FUNCTION = "minisgl_attention"  # attribute of a module
 _WINDOW = "minisgl_window"  # attribute of a probe's mask
+_FAR = 1 << 17  # position beyond every window
 
 
 class AttentionFunction(Protocol):
@@ -67,12 +68,12 @@ def _make_mask(mask_function: Any, q_length: int, **_: Any) -> Tensor:
     return mask
 
 
-def _window_of(mask_function: Any, far: int = 1 << 17) -> int | None:
+def _window_of(mask_function: Any) -> int | None:
     """Return the number of positions that a far query sees, None for all. UnsupportedModel if they are not the last."""
     windows = []
-    for query in (far, far - 1):
+    for query in (_FAR, _FAR - 1):
         zero, position = (torch.tensor(value, device="cpu") for value in (0, query))
-        sees = mask_function(zero, zero, position, torch.arange(far + 2, device="cpu"))
+        sees = mask_function(zero, zero, position, torch.arange(_FAR + 2, device="cpu"))
         count = int(sees.sum())
         if not bool(sees[query + 1 - count : query + 1].all()):
             raise UnsupportedModel("its attention mask is neither causal nor a sliding window")

@@ -57,7 +57,7 @@ def build_app(
     config: ServerConfig,
     limits: Limits,
     parsers: Parsers,
-    responses: ResponseStore | None = None,
+    responses: ResponseStore | None,
 ) -> FastAPI:
     """Return the application of all endpoints, by topic, with the document that is made from them.
 

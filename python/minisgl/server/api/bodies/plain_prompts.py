@@ -16,9 +16,7 @@ MAX_PROMPTS = 8192  # prompts of a request
 _KINDS = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
 
 
-def parse_prompts(
-    value: Any, limits: Limits, *, add_special_tokens: bool = True, cut: bool = False
-) -> list[PlainPrompt]:
+def parse_prompts(value: Any, limits: Limits, *, add_special_tokens: bool, cut: bool) -> list[PlainPrompt]:
     """Return the prompts of a completion request, in order. `cut`: they may be longer than the context."""
     if isinstance(value, str) or is_ids(value):
         return [parse_prompt(value, limits, add_special_tokens=add_special_tokens, cut=cut)]
@@ -39,7 +37,7 @@ def parse_prompts(
 
 
 def parse_prompt(
-    value: Any, limits: Limits, param: str = "prompt", *, add_special_tokens: bool = True, cut: bool = False
+    value: Any, limits: Limits, param: str = "prompt", *, add_special_tokens: bool = True, cut: bool
 ) -> PlainPrompt:
     """Return one prompt; `param` names it in errors."""
     if isinstance(value, str):

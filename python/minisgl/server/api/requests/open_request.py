@@ -125,9 +125,7 @@ class Sink(Protocol):
 class OpenRequest:
     """One HTTP request, from its admission to the end of its answer."""
 
-    def __init__(
-        self, job: Job, first_seq_id: int, tokenizer: int, metrics: RequestMetrics, request_id: str = ""
-    ) -> None:
+    def __init__(self, job: Job, first_seq_id: int, tokenizer: int, metrics: RequestMetrics, request_id: str) -> None:
         self.job = job
         self.id = request_id  # in logs and traces
         self.seq_ids = range(first_seq_id, first_seq_id + job.num_choices)
