@@ -394,25 +394,25 @@ class World:
         self.scheduler.add(seq_id, np.array(prompt, dtype=np.int32), sampling, seed=0, priority=priority, salt=salt)
 
     def step(self) -> None:
-        report = self.loop.step()
+        output = self.loop.step()
         if self.scheduler._next_step % 20 == 0:  # not every step, because the check is slow
             self.scheduler._pages.check_windows()
-        self.entered += [opened.seq_id for opened in report.opened]
-        self.cached.update((opened.seq_id, opened.cached_tokens) for opened in report.opened)
-        for seq_id, token in zip(report.seq_ids, unpack_ids(report.tokens).tolist(), strict=True):
+        self.entered += [opened.seq_id for opened in output.opened]
+        self.cached.update((opened.seq_id, opened.cached_tokens) for opened in output.opened)
+        for seq_id, token in zip(output.seq_ids, unpack_ids(output.tokens).tolist(), strict=True):
             assert seq_id not in self.ends, "a token after the end"
             self.answers[seq_id].append(token)
-        ended = {end.seq_id for end in report.ended}
-        if report.logprobs is not None:
-            for seq_id, (position,) in unpack_logprobs(report.logprobs, NoText()).items():
-                assert seq_id in report.seq_ids
+        ended = {end.seq_id for end in output.ended}
+        if output.logprobs is not None:
+            for seq_id, (position,) in unpack_logprobs(output.logprobs, NoText()).items():
+                assert seq_id in output.seq_ids
                 self.logprobs.setdefault(seq_id, []).append(position)
-        for rows in report.prompt_logprobs:
+        for rows in output.prompt_logprobs:
             (seq_id,) = rows.seq_ids
             assert seq_id not in self.prompt_logprobs, "reported twice"
             assert len(self.answers[seq_id]) == 1 or seq_id in ended, "neither with the first token nor at the end"
             self.prompt_logprobs[seq_id] = rows
-        for end in report.ended:
+        for end in output.ended:
             assert end.seq_id not in self.ends, "ended twice"
             assert end.seq_id in self.cached, "ended without having been opened"
             self.ends[end.seq_id] = end.reason

@@ -372,11 +372,11 @@ class LLM:
         answers = [OutputCollector(one) for one in params]
         with progress_bar("Generating", len(prompts), unit="request", leave=True, shown=use_tqdm) as bar:
             while self.loop.has_work:
-                report = self.loop.step()
+                output = self.loop.step()
                 self._ranks.check()
-                if not report:
+                if not output:
                     continue
-                pieces, stopped = detokenizer.apply(report)
+                pieces, stopped = detokenizer.apply(output)
                 for piece in pieces:
                     answers[piece.seq_id].take(piece)
                     bar.update(piece.finish is not None)

@@ -24,7 +24,7 @@ from minisgl.scheduler.waiting_queue import WaitingQueue
 
 
 class RequestLifecycle:
-    """All requests by state, and the report of those that began and ended."""
+    """All requests by state, and the output since it was last taken."""
 
     def __init__(
         self, policy: SchedulePolicy, table: SlotTable, pages: RequestPages, snapshots: StateSnapshots | None
@@ -37,7 +37,7 @@ class RequestLifecycle:
         self.running_slots: IndexArray = np.empty(0, dtype=np.intp)  # slots of `running`, rebuilt when it changes
         self._retiring: list[int] = []  # slots of ended requests that a step in flight may still name
         self._by_seq_id: dict[int, Request] = {}
-        self.report = StepOutput()  # events since the last `take_report`
+        self.output = StepOutput()  # events since the last `take_output`
         self.retractions = 0
         self._prefix_tokens_queried = 0  # prompt tokens of all requests that entered
         self._prefix_tokens_hit = 0  # of these, tokens found in the cache
@@ -45,7 +45,7 @@ class RequestLifecycle:
     @property
     def has_work(self) -> bool:
         """True if a request waits or runs, or an ended one still holds its slot."""
-        return bool(self.waiting or self.running or self._retiring or self.report.ended)
+        return bool(self.waiting or self.running or self._retiring or self.output.ended)
 
     def find(self, seq_id: int) -> Request | None:
         """Return the request, unless it has ended."""
@@ -93,7 +93,7 @@ class RequestLifecycle:
     ) -> None:
         """Mark the request as ended; `retire` gives back what it holds."""
         del self._by_seq_id[request.seq_id]
-        self.report.ended.append(End(request.seq_id, reason, stop_token, cause))
+        self.output.ended.append(End(request.seq_id, reason, stop_token, cause))
         if request.state is RequestState.RUNNING:
             self._stop_running(request.slot)
             self._retiring.append(request.slot)
@@ -112,10 +112,10 @@ class RequestLifecycle:
             self._retiring.remove(slot)
             self._pages.give_back(self._table.request(slot))
 
-    def take_report(self) -> StepOutput:
-        """Return the events since the last report, at most one step's tokens among them."""
-        report, self.report = self.report, StepOutput()
-        return report
+    def take_output(self) -> StepOutput:
+        """Return the events since the last call, at most one step's tokens among them."""
+        output, self.output = self.output, StepOutput()
+        return output
 
     def counts(self) -> dict[str, int]:
         """Return the number of requests by state, and totals since the start."""
@@ -142,7 +142,7 @@ class RequestLifecycle:
 
     def _report_open(self, request: Request, cached_tokens: int) -> None:
         now = time.perf_counter()
-        self.report.opened.append(Open(request.seq_id, request.text, cached_tokens, request.sampling.min_tokens, now))
+        self.output.opened.append(Open(request.seq_id, request.text, cached_tokens, request.sampling.min_tokens, now))
 
     def _stop_running(self, slot: int) -> None:
         self._table.live[slot] = False

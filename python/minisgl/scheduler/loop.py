@@ -123,7 +123,7 @@ class StepLoop:
                 self._failure = error
                 raise
             self._take_back()
-        return self.scheduler.report()
+        return self.scheduler.take_output()
 
     def _launch_and_complete(self) -> None:
         batch = self._launching = self.scheduler.schedule()

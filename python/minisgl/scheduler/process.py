@@ -58,9 +58,9 @@ class SchedulerServer:
                 self._handle(self._inbox.receive())
             for message in self._inbox.drain():
                 self._handle(message)
-            report = self._loop.step()
-            if report:
-                self._detokenizer.send(report)
+            output = self._loop.step()
+            if output:
+                self._detokenizer.send(output)
             if self._kv_publisher is not None:
                 self._kv_publisher.flush()
 

@@ -356,9 +356,9 @@ class Scheduler:
         for request, length in unwritten:
             self._pages.forget(request, length)
 
-    def report(self) -> StepOutput:
-        """Return the events since the last report, at most one step's tokens among them."""
-        return self._requests.take_report()
+    def take_output(self) -> StepOutput:
+        """Return the events since the last call, at most one step's tokens among them."""
+        return self._requests.take_output()
 
     # --- state for reports and checks -------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Applies the result of a step: its tokens go into the slot table and the report, and complete requests end."""
+"""Applies the result of a step: its tokens go into the slot table and the output, and complete requests end."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class StepResults:
                 if not np.isfinite(vector).all():
                     self._fail(request)
                     continue
-                self._requests.report.pooled.append(Pooled(request.seq_id, vector.astype("<f4").tobytes()))
+                self._requests.output.pooled.append(Pooled(request.seq_id, vector.astype("<f4").tobytes()))
                 self._requests.end(request, "stop")
 
     def _take_tokens(self, batch: Batch, slots: IndexArray, result: StepResult[AnyArray]) -> None:
         table, tokens = self._table, result.tokens
         if batch.logprobs is not None:
-            report_logprobs(self._requests.report, table, batch, batch.logprobs, result)
+            report_logprobs(self._requests.output, table, batch, batch.logprobs, result)
         live = table.live[slots]  # tokens of requests that ended while the step ran are dropped
         failed = live & (tokens == NO_TOKEN)
         if failed.any():
@@ -62,8 +62,8 @@ class StepResults:
         slots, tokens = slots[live], tokens[live]
         table.tokens[slots, table.known_len[slots]] = tokens
         table.known_len[slots] += 1
-        self._requests.report.seq_ids = table.seq_id[slots].tolist()
-        self._requests.report.tokens = pack_ids(tokens)
+        self._requests.output.seq_ids = table.seq_id[slots].tolist()
+        self._requests.output.tokens = pack_ids(tokens)
 
         stop = (tokens[:, None] == self._eos).any(axis=1) & table.stops_at_eos[slots]
         for row in np.flatnonzero(table.own_stop_ids[slots]).tolist():
@@ -117,5 +117,5 @@ class StepResults:
                 self._fail(request)
                 continue
             if request.prompt_scores:
-                report_prompt(self._requests.report, table, request)
+                report_prompt(self._requests.output, table, request)
             self._requests.end(request, "length")

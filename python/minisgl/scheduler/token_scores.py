@@ -74,9 +74,9 @@ def pack_logprobs(
 
 
 def report_logprobs(
-    report: StepOutput, table: SlotTable, batch: Batch, scored: ScoredTokens, result: StepResult[AnyArray]
+    output: StepOutput, table: SlotTable, batch: Batch, scored: ScoredTokens, result: StepResult[AnyArray]
 ) -> None:
-    """Add a step's log-probabilities to the report; those of prompts are collected until the prompt is complete.
+    """Add a step's log-probabilities to the output; those of prompts are collected until the prompt is complete.
 
     Log-probabilities of requests that have ended since the step was planned are dropped.
     """
@@ -84,7 +84,7 @@ def report_logprobs(
     live = table.live[slots[scored.rows]] & (result.tokens[scored.rows] != NO_TOKEN)
     if result.logprobs is not None and live.any():
         rows = scored.rows[live]
-        report.logprobs = pack_logprobs(
+        output.logprobs = pack_logprobs(
             table.seq_id[slots[rows]].tolist(),
             [1] * len(rows),
             table.top_logprobs[slots[rows]].tolist(),
@@ -100,14 +100,14 @@ def report_logprobs(
             table.request(slot).prompt_scores.append(part)
     # A prompt is complete when its row samples, which may be a step later than its last log-probabilities.
     for slot in slots[table.live[slots] & (table.top_prompt_logprobs[slots] >= 0)].tolist():
-        report_prompt(report, table, table.request(slot))
+        report_prompt(output, table, table.request(slot))
 
 
-def report_prompt(report: StepOutput, table: SlotTable, request: Request) -> None:
-    """Add all log-probabilities of a prompt to the report, with the request's first token or its end."""
+def report_prompt(output: StepOutput, table: SlotTable, request: Request) -> None:
+    """Add all log-probabilities of a prompt to the output, with the request's first token or its end."""
     tokens = request.token_ids[1 : request.prompt_len]
     top = int(table.top_prompt_logprobs[request.slot])
-    report.prompt_logprobs.append(pack_logprobs([request.seq_id], [len(tokens)], [top], tokens, request.prompt_scores))
+    output.prompt_logprobs.append(pack_logprobs([request.seq_id], [len(tokens)], [top], tokens, request.prompt_scores))
     request.prompt_scores.clear()
     request.prompt_scored = True
     table.top_prompt_logprobs[request.slot] = -1
