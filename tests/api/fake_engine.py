@@ -27,7 +27,7 @@ import numpy as np
 import zmq
 
 from minisgl.limits import Limits
-from minisgl.message.engine_state import EngineState, InspectState, StateReport, StepRecord
+from minisgl.message.engine_state import EngineState, StateReport, StateRequest, StepRecord
 from minisgl.message.socket import Addresses, Inbox, Outbox
 from minisgl.message.to_api import (
     Accepted,
@@ -210,7 +210,7 @@ class FakeEngine(threading.Thread):
                 yield Described(query, {"tokenizer_class": "Words", "chat_template": None})
             case FlushCache(query):
                 yield Flushed(query, 17)
-            case InspectState(query, since):
+            case StateRequest(query, since):
                 steps = [StepRecord(step=step, begin=step, end=step + 1, decodes=1) for step in range(since + 1, 10)]
                 counts = {"pages_evicted": 3, **self.scheduler_counts}
                 yield StateReport(query, EngineState(time=1.0, counts=counts, sequences=[], nodes=[], steps=steps))

@@ -9,7 +9,7 @@ from time import monotonic
 
 from api_harness import RunningServer
 
-from minisgl.message.engine_state import InspectState
+from minisgl.message.engine_state import StateRequest
 from minisgl.server.api.routes.glass_box import MIN_INTERVAL, content_security_policy
 
 STATE = "/debug/state"
@@ -46,7 +46,7 @@ def test_the_page_needs_no_key_but_its_data_does(start_server: Callable[..., Run
     server = start_server(api_keys=("secret",))
     assert server.get("/").status_code == server.get("/guide/glass-box.md").status_code == 200
     assert server.get(STATE).status_code == 401
-    assert not server.engine.of_type(InspectState)
+    assert not server.engine.of_type(StateRequest)
     assert server.get(STATE, headers={"authorization": "Bearer secret"}).status_code == 200
 
 
@@ -61,12 +61,12 @@ def test_many_viewers_share_one_inspection_of_the_engine(server: RunningServer) 
     server.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
     server.get("/metrics")
     server.get("/")
-    assert not server.engine.of_type(InspectState)
+    assert not server.engine.of_type(StateRequest)
     begin = monotonic()
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda _: server.get(STATE).json(), range(24)))
     assert all(answer["engine"]["counts"] for answer in answers)
-    assert len(server.engine.of_type(InspectState)) <= 1 + (monotonic() - begin) / MIN_INTERVAL
+    assert len(server.engine.of_type(StateRequest)) <= 1 + (monotonic() - begin) / MIN_INTERVAL
 
 
 def test_a_look_says_what_it_knows(server: RunningServer) -> None:

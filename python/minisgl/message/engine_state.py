@@ -55,7 +55,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     steps: list[StepRecord]  # steps that ended after the `since` of the question, oldest first
 
 
-class InspectState(msgspec.Struct, frozen=True, tag=True):
+class StateRequest(msgspec.Struct, frozen=True, tag=True):
     """API server -> tokenizer worker -> scheduler: report the state, and record steps for a while."""
 
     query_id: int
@@ -63,7 +63,7 @@ class InspectState(msgspec.Struct, frozen=True, tag=True):
 
 
 class StateReport(msgspec.Struct, frozen=True, tag=True):
-    """Scheduler -> detokenizer -> API server: answer to InspectState."""
+    """Scheduler -> detokenizer -> API server: answer to StateRequest."""
 
     query_id: int
     state: EngineState

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 from minisgl.core import Batch, Int32Array
-from minisgl.message.engine_state import InspectState
+from minisgl.message.engine_state import StateRequest
 from minisgl.message.types import Abort, FlushCache, PackedIds, StatsRequest, TextOptions
 from minisgl.sampling_params import SamplingParams
 
@@ -31,7 +31,7 @@ class Stopped(msgspec.Struct, frozen=True, tag=True):
     seq_id: int
 
 
-ToScheduler: TypeAlias = Add | Abort | Stopped | StatsRequest | FlushCache | InspectState
+ToScheduler: TypeAlias = Add | Abort | Stopped | StatsRequest | FlushCache | StateRequest
 
 
 class Bitmask(msgspec.Struct, frozen=True, array_like=True, tag=True):

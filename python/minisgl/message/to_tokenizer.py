@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from minisgl.message.engine_state import InspectState
+from minisgl.message.engine_state import StateRequest
 from minisgl.message.types import Abort, FlushCache, PackedIds, StatsRequest, TextOptions
 from minisgl.sampling_params import SamplingParams
 
@@ -89,5 +89,5 @@ class Describe(msgspec.Struct, frozen=True, tag=True):
     query_id: int
 
 
-Query: TypeAlias = Encode | Decode | Describe | FlushCache | InspectState  # each gets one answer, which has its id
+Query: TypeAlias = Encode | Decode | Describe | FlushCache | StateRequest  # each gets one answer, which has its id
 ToTokenizer: TypeAlias = Generate | Abort | StatsRequest | Query

@@ -11,7 +11,7 @@ from time import perf_counter
 
 import zmq
 
-from minisgl.message.engine_state import EngineState, InspectState, StateReport
+from minisgl.message.engine_state import EngineState, StateReport, StateRequest
 from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_detokenizer import ToDetokenizer
 from minisgl.message.to_scheduler import Add, Stopped, ToRank, ToScheduler
@@ -87,7 +87,7 @@ class SchedulerServer:
                 self._detokenizer.send(StatsReport(message.query_id, [*message.counts, counts]))
                 if self._loop.trace is not None and perf_counter() - self._inspected > WATCH_SECONDS:
                     self._loop.trace = None
-            case InspectState():
+            case StateRequest():
                 self._detokenizer.send(StateReport(message.query_id, self._state(message.since)))
             case FlushCache():
                 self._detokenizer.send(Flushed(message.query_id, self._scheduler.flush_cache()))

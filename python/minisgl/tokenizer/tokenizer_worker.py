@@ -14,7 +14,7 @@ from typing import Any
 import zmq
 
 from minisgl.limits import Limits
-from minisgl.message.engine_state import InspectState
+from minisgl.message.engine_state import StateRequest
 from minisgl.message.socket import Inbox, Outbox, Sender
 from minisgl.message.to_api import Decoded, Described, Encoded, Reply, ToApi, Unanswered
 from minisgl.message.to_scheduler import ToScheduler
@@ -66,7 +66,7 @@ def run(worker: Worker) -> None:
             case StatsRequest(query):
                 counts = ProcessCounts(f"tokenizer-{worker.index}", {"sequences": pending.num_sequences})
                 scheduler.send(StatsRequest(query, [counts]))
-            case FlushCache() | InspectState():
+            case FlushCache() | StateRequest():
                 scheduler.send(message)
             case Encode() | Decode():
                 api.send(reply_to(message, tokenizer, limits))

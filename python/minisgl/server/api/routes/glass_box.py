@@ -23,7 +23,7 @@ from starlette.responses import Response
 import minisgl
 from minisgl import __version__
 from minisgl.core import FinishReason
-from minisgl.message.engine_state import EngineState, InspectState, StateReport, StepRecord
+from minisgl.message.engine_state import EngineState, StateReport, StateRequest, StepRecord
 from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.metrics import EngineLoad, Histogram
 from minisgl.server.api.requests.engine_client import EngineClient, Heartbeat
@@ -91,8 +91,8 @@ class Inspector:
         last = self._steps[-1] if self._steps else None
         known = -1 if last is None else last.step
 
-        def query(query_id: int) -> InspectState:
-            return InspectState(query_id, known)
+        def query(query_id: int) -> StateRequest:
+            return StateRequest(query_id, known)
 
         report = await self._client.ask(query, StateReport, TIMEOUT)
         state = report.state
