@@ -23,13 +23,13 @@ ROLES = (
 
 @pytest.fixture
 def load(tmp_path: Path) -> Callable[..., TextTokenizer]:
-    def load(template: str | None = None, *, reranks: bool = False) -> TextTokenizer:
+    def load(template: str | None = None, *, causal_reranker: bool = False) -> TextTokenizer:
         save_byte_tokenizer(tmp_path, 256)
         file = None
         if template is not None:
             file = str(tmp_path / "pairs.jinja")
             Path(file).write_text(template)
-        return TextTokenizer.from_folder(tmp_path, file, reranks=reranks)
+        return TextTokenizer.from_folder(tmp_path, file, causal_reranker=causal_reranker)
 
     return load
 
@@ -42,11 +42,11 @@ def test_pairs_follow_the_models_format(load: Callable[..., TextTokenizer]) -> N
     assert text(load(), pair) == "who?é {x}"
     with pytest.raises(InvalidRequest, match="no place for one"):
         text(load(), told)
-    own = text(load(reranks=True), pair)
+    own = text(load(causal_reranker=True), pair)
     assert "<Instruct>: Given a web search query, " in own
     assert own.endswith("<Document>: é {x}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    assert "<Instruct>: Judge\n<Query>: who?\n" in text(load(reranks=True), told)
-    assert text(load(ROLES, reranks=True), told) == "<system>Judge<query>who?;<document>me;!"
+    assert "<Instruct>: Judge\n<Query>: who?\n" in text(load(causal_reranker=True), told)
+    assert text(load(ROLES, causal_reranker=True), told) == "<system>Judge<query>who?;<document>me;!"
 
 
 def test_a_long_document_is_cut_and_no_more(load: Callable[..., TextTokenizer]) -> None:

@@ -87,8 +87,11 @@ class LLM:
         self._default_params = _default_params(load_sampling_defaults(source.generation_config, folder))
         self.phases: dict[str, float] = {}  # seconds of each phase of the start
         with self._phase("load tokenizer"):
-            reranks = pooling is not None and bool(pooling.answer_ids)
-            self.tokenizer = TextTokenizer.from_folder(tokenizer_folder, server.source.chat_template, reranks=reranks)
+            self.tokenizer = TextTokenizer.from_folder(
+                tokenizer_folder,
+                server.source.chat_template,
+                causal_reranker=pooling is not None and pooling.is_causal_reranker,
+            )
             self._decoder = make_decoder(self.tokenizer.tokenizer)
             self._validator = GrammarValidator(named_tokens(self.tokenizer.tokenizer))
         self._ranks = RankProcesses(server)

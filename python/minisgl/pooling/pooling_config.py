@@ -38,6 +38,11 @@ class PoolingConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.makes == "classes" and self.size == 1
 
     @property
+    def is_causal_reranker(self) -> bool:
+        """True if its scores are the language model's logits of `answer_ids`."""
+        return bool(self.answer_ids)
+
+    @property
     def reuses_prefixes(self) -> bool:
         """True if a vector needs no states of tokens that are in the prefix cache: a mean needs all."""
         return self.method == "last"

@@ -58,7 +58,7 @@ def _encode(pair: PairPrompt, tokenizer: TextTokenizer) -> Int32Array:
         instruction = [] if pair.instruction is None else [{"role": "system", "content": pair.instruction}]
         query, document = {"role": "query", "content": pair.query}, {"role": "document", "content": pair.document}
         return tokenizer.encode_chat([*instruction, query, document])
-    if not tokenizer.reranks:
+    if not tokenizer.causal_reranker:
         if pair.instruction is not None:
             raise InvalidRequest("instruction", "instruction: this model's form of pairs has no place for one")
         return tokenizer.encode(pair.query, field=FIELD, pair=pair.document)

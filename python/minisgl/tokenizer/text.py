@@ -27,16 +27,18 @@ CHARS_PER_TOKEN = 8
 class TextTokenizer:
     """Tokenizer of a model with its chat templates. Methods raise InvalidRequest for a client's mistakes.
 
-    `reranks`: the model is a causal one that scores pairs of a query and a document.
+    `causal_reranker`: as `PoolingConfig.is_causal_reranker`; it decides the form of pairs without a template.
     """
 
-    def __init__(self, tokenizer: Tokenizer, templates: ChatTemplates, *, reranks: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, templates: ChatTemplates, *, causal_reranker: bool = False) -> None:
         self.tokenizer = tokenizer
-        self.reranks = reranks
+        self.causal_reranker = causal_reranker
         self.templates = templates
 
     @classmethod
-    def from_folder(cls, path: str | Path, chat_template: str | None = None, *, reranks: bool = False) -> TextTokenizer:
+    def from_folder(
+        cls, path: str | Path, chat_template: str | None = None, *, causal_reranker: bool = False
+    ) -> TextTokenizer:
         """Load from a model folder, with the chat template of a file if one is given.
 
         Raises ConfigError if the tokenizer or the template cannot be used.
@@ -46,7 +48,7 @@ class TextTokenizer:
         templates = ChatTemplates(
             chat_templates(folder, config, chat_template), special_tokens(config), model_name=folder.resolve().name
         )
-        return cls(load_tokenizer(folder), templates, reranks=reranks)
+        return cls(load_tokenizer(folder), templates, causal_reranker=causal_reranker)
 
     def encode(
         self, text: str, add_special_tokens: bool = True, field: str = "prompt", *, pair: str | None = None

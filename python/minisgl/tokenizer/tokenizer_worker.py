@@ -40,7 +40,9 @@ def run(worker: Worker) -> None:
     with worker.phase("load tokenizer"):
         pooling = worker.config.pooling
         tokenizer = TextTokenizer.from_folder(
-            folder, worker.config.source.chat_template, reranks=pooling is not None and bool(pooling.answer_ids)
+            folder,
+            worker.config.source.chat_template,
+            causal_reranker=pooling is not None and pooling.is_causal_reranker,
         )
         reasoning = model_parsers(worker.config).reasoning_format
         closes_objects = not worker.config.structured_output_additional_properties

@@ -83,7 +83,7 @@ def _pooling_model(model: ModelConfig, pooling: PoolingConfig) -> ModelConfig:
     No prompt is longer than what it was made for.
     """
     bare = tuple((name, f"model.{name}") for name in ("embed_tokens.", "layers.", "norm."))
-    reads_head = bool(pooling.answer_ids) and not model.tie_word_embeddings
+    reads_head = pooling.is_causal_reranker and not model.tie_word_embeddings
     names = dataclasses.replace(
         model.checkpoint,
         renamed=(*model.checkpoint.renamed, *bare),
