@@ -14,7 +14,8 @@ from fake_engine import answer
 from minisgl.message.to_api import OutputDelta
 from minisgl.message.to_tokenizer import ChatPrompt, Generate
 from minisgl.message.types import PositionLogprobs, TextOptions, TokenLogprob, pack_ids
-from minisgl.server.api.answers.chat_writer import ChatOptions, ChatWriter
+from minisgl.server.api.answers.chat_writer import ChatWriter
+from minisgl.server.api.answers.parsed_choice import ChatOptions
 from minisgl.server.api.bodies.route_bodies import ChatBody
 from minisgl.server.api.requests.open_request import Delta
 

@@ -12,7 +12,7 @@ from api_sse import parse_events
 
 from minisgl.message.to_tokenizer import ChatPrompt, Generate
 from minisgl.parsers.streaming import CallStart
-from minisgl.server.api.answers.chat_writer import ChatOptions, Choice
+from minisgl.server.api.answers.parsed_choice import ChatOptions, ParsedChoice
 from minisgl.server.api.bodies.route_bodies import ChatBody
 from minisgl.server.api.requests.open_request import Delta
 
@@ -182,7 +182,7 @@ def test_parallel_tool_calls(hermes: RunningServer) -> None:
 
 
 def test_asking_whether_a_call_is_wanted_counts_none() -> None:
-    choice = Choice(ChatOptions(body=ChatBody(messages=[]), model=MODEL, parser=lambda _: None), None)
+    choice = ParsedChoice(ChatOptions(body=ChatBody(messages=[]), model=MODEL, parser=lambda _: None), "")
     end = Delta(0)
     end.finish = "stop"
     assert choice._is_wanted(CallStart(0, "id", "get_time"))

@@ -10,7 +10,7 @@ import msgspec
 from minisgl.limits import Limits
 from minisgl.parsers.parser_choice import NONE, AnswerParser, Parsers
 from minisgl.sampling_params import Grammar, InvalidRequest
-from minisgl.server.api.answers.chat_writer import ChatOptions
+from minisgl.server.api.answers.parsed_choice import ChatOptions
 from minisgl.server.api.bodies.conversation import Message, template_messages
 from minisgl.server.api.bodies.request_body import GRAMMAR_FIELDS
 from minisgl.server.api.bodies.route_bodies import ChatBody

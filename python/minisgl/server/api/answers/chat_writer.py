@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from itertools import groupby
-from typing import Literal, TypeAlias
+from collections.abc import Iterable
 
 import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.json import encode
 
-from minisgl.message.types import PositionLogprobs, unpack_ids
-from minisgl.parsers.parser_choice import AnswerParser
+from minisgl.message.types import unpack_ids
 from minisgl.parsers.streaming import CallArguments, CallStart, Content, Event, Reasoning
 from minisgl.server.api.answers.answer import CompletionTokensDetails, Usage, Writer, server_sent_event, usage_of
-from minisgl.server.api.answers.logprob_forms import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
-from minisgl.server.api.bodies.route_bodies import ChatBody
-from minisgl.server.api.bodies.tools import ToolUse
+from minisgl.server.api.answers.logprob_forms import ChatLogprobs, PromptLogprobs, prompt_logprobs
+from minisgl.server.api.answers.parsed_choice import ChatFinishReason, ChatOptions, ParsedChoice
 from minisgl.server.api.requests.open_request import Delta, OpenRequest
-
-ChatFinishReason: TypeAlias = Literal["stop", "length", "tool_calls", "function_call"]
 
 
 class FunctionCall(msgspec.Struct):
@@ -112,78 +105,6 @@ class ChatChunk(msgspec.Struct, frozen=True, tag_field="object", tag="chat.compl
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatOptions:
-    """Options of an answer's writer: the request's body, and values derived from it."""
-
-    body: ChatBody
-    model: str
-    parser: Callable[[str], AnswerParser | None]  # makes a choice's parser from the end of the prompt
-    use: ToolUse = field(default_factory=ToolUse)
-    role: str = "assistant"
-    echo: str = ""  # beginning of the content
-
-
-class Choice:
-    """One choice: its parser, and log-probabilities and ids that wait for the next chunk."""
-
-    def __init__(self, options: ChatOptions, parser: AnswerParser | None) -> None:
-        self._options = options
-        self._parser = parser
-        self.num_calls = 0  # calls written so far
-        self.begun = False  # the chunk with the role has been written
-        self.logprobs: list[PositionLogprobs] = []
-        self.token_ids: list[int] = []
-
-    @property
-    def reasoning_tokens(self) -> int:
-        return 0 if self._parser is None else self._parser.reasoning_tokens
-
-    def take(self, delta: Delta) -> list[Event]:
-        """Return the events of a delta, neighbours of the same kind merged."""
-        if self._options.body.logprobs:
-            self.logprobs += delta.logprobs
-        if self._options.body.return_token_ids:
-            self.token_ids += delta.token_ids
-        if self._parser is None:
-            return [Content(text)] if (text := delta.text) else []
-        events: list[Event] = []
-        for text, num_tokens in delta.pieces:
-            events += self._parser.feed(text, num_tokens)
-        if delta.finish is not None:
-            events += self._parser.finish()
-        if len(events) > 1:
-            events = merged(events)
-        wanted = [event for event in events if self._is_wanted(event)]
-        self.num_calls += sum(isinstance(event, CallStart) for event in wanted)
-        return wanted
-
-    def _is_wanted(self, event: Event) -> bool:
-        match event:
-            case Reasoning():
-                return self._options.body.include_reasoning
-            case CallStart(index) | CallArguments(index):
-                return index == 0 or self._options.use.parallel
-            case _:
-                return True
-
-    def finish_reason(self, delta: Delta) -> ChatFinishReason | None:
-        """Return OpenAI's finish reason, which is tool_calls after calls, unless the client named the tool."""
-        if delta.finish == "abort" or delta.finish == "error":
-            raise ValueError("an aborted or failed answer is an error: it has no finish reason")
-        if delta.finish == "stop" and self.num_calls and not self._options.use.named:
-            return "function_call" if self._options.body.functions else "tool_calls"
-        return delta.finish
-
-    def take_logprobs(self) -> ChatLogprobs | None:
-        positions, self.logprobs = self.logprobs, []
-        return chat_logprobs(positions) if positions else None
-
-    def take_token_ids(self) -> list[int] | UnsetType:
-        ids, self.token_ids = self.token_ids, []
-        return ids or UNSET
-
-
 class ChatWriter(Writer):
     """Writes one chat completion."""
 
@@ -193,13 +114,12 @@ class ChatWriter(Writer):
         self._options = options
         self._include_usage = options.body.wants_usage()
         self._tier: str | UnsetType = UNSET if options.body.service_tier is None else options.body.service_tier
-        self._choices: list[Choice] = []
+        self._choices: list[ParsedChoice] = []
         self._told_prompt = False  # the prompt's ids and log-probabilities have been written
 
     def begin(self, request: OpenRequest) -> None:
         super().begin(request)
-        end = request.prompt_ends[0]
-        self._choices = [Choice(self._options, self._options.parser(end)) for _ in request.seq_ids]
+        self._choices = [ParsedChoice(self._options, request.prompt_ends[0]) for _ in request.seq_ids]
 
     # A stream.
 
@@ -278,20 +198,6 @@ class ChatWriter(Writer):
             ids = unpack_ids(self._request.prompt_ids[0]).tolist()
         top = self._options.body.prompt_logprobs
         return ids, UNSET if top is None else prompt_logprobs(deltas[0].prompt_logprobs, top)
-
-
-def merged(events: Iterable[Event]) -> list[Event]:
-    """Return the events with the texts of neighbours of the same kind joined."""
-    result: list[Event] = []
-    for _, group in groupby(events, key=lambda event: (type(event), getattr(event, "index", None))):
-        same = list(group)
-        texts = [event.text for event in same if not isinstance(event, CallStart)]
-        match same[0]:
-            case CallStart():
-                result += same
-            case first:
-                result.append(first if len(texts) == 1 else replace(first, text="".join(texts)))
-    return result
 
 
 def delta_of(event: Event, options: ChatOptions) -> ChatDelta:

@@ -12,7 +12,7 @@ from pydantic_core import from_json
 
 from minisgl.parsers.streaming import CallArguments, CallStart, Content, Event, Reasoning
 from minisgl.server.api.answers.answer import Usage, Writer, named_event
-from minisgl.server.api.answers.chat_writer import ChatOptions, Choice
+from minisgl.server.api.answers.parsed_choice import ChatOptions, ParsedChoice
 from minisgl.server.api.http.errors import ApiError
 from minisgl.server.api.requests.open_request import Delta, OpenRequest
 
@@ -138,7 +138,7 @@ class MessagesWriter(Writer):
 
     def begin(self, request: OpenRequest) -> None:
         super().begin(request)
-        self._choice = Choice(self._options, self._options.parser(request.prompt_ends[0]))
+        self._choice = ParsedChoice(self._options, request.prompt_ends[0])
         self._blocks = BlockEvents()
 
     # A stream.

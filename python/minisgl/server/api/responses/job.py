@@ -16,7 +16,7 @@ from minisgl.message.to_tokenizer import ChatPrompt
 from minisgl.parsers.parser_choice import Parsers
 from minisgl.sampling_params import InvalidRequest, SamplingParams
 from minisgl.server.api.answers.chat import chat_job
-from minisgl.server.api.answers.chat_writer import ChatOptions
+from minisgl.server.api.answers.parsed_choice import ChatOptions
 from minisgl.server.api.bodies.conversation import Message
 from minisgl.server.api.bodies.read_body import validate
 from minisgl.server.api.bodies.request_body import RequestBody

@@ -16,7 +16,7 @@ from msgspec.json import encode
 
 from minisgl.parsers.streaming import Content
 from minisgl.server.api.answers.answer import Usage, Writer, named_event, usage_of
-from minisgl.server.api.answers.chat_writer import ChatOptions, Choice
+from minisgl.server.api.answers.parsed_choice import ChatOptions, ParsedChoice
 from minisgl.server.api.http.errors import ApiError
 from minisgl.server.api.requests.open_request import Delta, OpenRequest
 from minisgl.server.api.responses.output import ItemEvent, Output, OutputItem
@@ -132,13 +132,13 @@ class ResponsesWriter(Writer):
         self._next: Callable[[], int] = itertools.count().__next__  # sequence numbers of a stream's events
         self._output = Output(begun.id.removeprefix(PREFIX), self._next, seals_reasoning=seals_reasoning)
         self._open: OpenRequest | None = None
-        self._choice: Choice | None = None
+        self._choice: ParsedChoice | None = None
         self._is_complete = False  # the model ended the answer, not a limit
         self._last_event: _LastEvent | None = None  # of a stream
 
     def begin(self, request: OpenRequest) -> None:
         self._open = request
-        self._choice = Choice(self._options, self._options.parser(request.prompt_ends[0]))
+        self._choice = ParsedChoice(self._options, request.prompt_ends[0])
 
     def cancel(self) -> Response:
         """Return the response as cancelled now, or as it ended before."""

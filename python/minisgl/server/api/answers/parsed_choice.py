@@ -1,0 +1,106 @@
+"""One choice of a chat's answer, parsed into reasoning, content and calls; the writers of three APIs share it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Literal, TypeAlias
+
+from msgspec import UNSET, UnsetType
+
+from minisgl.message.types import PositionLogprobs
+from minisgl.parsers.parser_choice import AnswerParser
+from minisgl.parsers.streaming import CallArguments, CallStart, Content, Event, Reasoning
+from minisgl.server.api.answers.logprob_forms import ChatLogprobs, chat_logprobs
+from minisgl.server.api.bodies.route_bodies import ChatBody
+from minisgl.server.api.bodies.tools import ToolUse
+from minisgl.server.api.requests.open_request import Delta
+
+ChatFinishReason: TypeAlias = Literal["stop", "length", "tool_calls", "function_call"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """Options of an answer's writer: the request's body, and values derived from it."""
+
+    body: ChatBody
+    model: str
+    parser: Callable[[str], AnswerParser | None]  # makes a choice's parser from the end of the prompt
+    use: ToolUse = field(default_factory=ToolUse)
+    role: str = "assistant"
+    echo: str = ""  # beginning of the content
+
+
+class ParsedChoice:
+    """One choice: its parser, and log-probabilities and ids that wait for the next chunk."""
+
+    def __init__(self, options: ChatOptions, prompt_end: str) -> None:
+        self._options = options
+        self._parser = options.parser(prompt_end)
+        self.num_calls = 0  # calls written so far
+        self.begun = False  # the chunk with the role has been written
+        self.logprobs: list[PositionLogprobs] = []
+        self.token_ids: list[int] = []
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return 0 if self._parser is None else self._parser.reasoning_tokens
+
+    def take(self, delta: Delta) -> list[Event]:
+        """Return the events of a delta, neighbours of the same kind merged."""
+        if self._options.body.logprobs:
+            self.logprobs += delta.logprobs
+        if self._options.body.return_token_ids:
+            self.token_ids += delta.token_ids
+        if self._parser is None:
+            return [Content(text)] if (text := delta.text) else []
+        events: list[Event] = []
+        for text, num_tokens in delta.pieces:
+            events += self._parser.feed(text, num_tokens)
+        if delta.finish is not None:
+            events += self._parser.finish()
+        if len(events) > 1:
+            events = _merged(events)
+        wanted = [event for event in events if self._is_wanted(event)]
+        self.num_calls += sum(isinstance(event, CallStart) for event in wanted)
+        return wanted
+
+    def _is_wanted(self, event: Event) -> bool:
+        match event:
+            case Reasoning():
+                return self._options.body.include_reasoning
+            case CallStart(index) | CallArguments(index):
+                return index == 0 or self._options.use.parallel
+            case _:
+                return True
+
+    def finish_reason(self, delta: Delta) -> ChatFinishReason | None:
+        """Return OpenAI's finish reason, which is tool_calls after calls, unless the client named the tool."""
+        if delta.finish == "abort" or delta.finish == "error":
+            raise ValueError("an aborted or failed answer is an error: it has no finish reason")
+        if delta.finish == "stop" and self.num_calls and not self._options.use.named:
+            return "function_call" if self._options.body.functions else "tool_calls"
+        return delta.finish
+
+    def take_logprobs(self) -> ChatLogprobs | None:
+        positions, self.logprobs = self.logprobs, []
+        return chat_logprobs(positions) if positions else None
+
+    def take_token_ids(self) -> list[int] | UnsetType:
+        ids, self.token_ids = self.token_ids, []
+        return ids or UNSET
+
+
+def _merged(events: Iterable[Event]) -> list[Event]:
+    """Return the events with the texts of neighbours of the same kind joined."""
+    result: list[Event] = []
+    for _, group in groupby(events, key=lambda event: (type(event), getattr(event, "index", None))):
+        same = list(group)
+        texts = [event.text for event in same if not isinstance(event, CallStart)]
+        match same[0]:
+            case CallStart():
+                result += same
+            case first:
+                result.append(first if len(texts) == 1 else replace(first, text="".join(texts)))
+    return result
