@@ -17,7 +17,7 @@ OLDEST = (8, 0)  # compute capability
 
 
 def make_ops(device: torch.device) -> Ops:
-    """Kernels of csrc/ on CUDA, torch elsewhere."""
+    """Return the operations of a device: on CUDA the kernels of csrc/ if they can run, on a CPU CpuOps, else torch."""
     if has_kernels(device):
         from minisgl.kernel.cuda_ops import CudaOps
 
