@@ -1,1 +1,14 @@
-"""The engine: executes plans on a device. Model, KV pool, slot state, attention, sampler and CUDA graphs meet here."""
+"""The engine: executes plans on a device. Model, KV pool, slot state, attention, sampler and CUDA graphs meet here.
+
+`engine` is what the scheduler calls. It runs on a `queue` of the `device`: a CUDA stream, or a thread of the CPU, for
+which `cpu_threads` says how many threads a step may use. A step is two launches:
+
+- `forward` turns the plan into tensors and runs the model; `pooling` does so for models that make vectors. `state` has
+  the rows of all slots.
+- `sampler` draws the tokens, on a GPU `cuda_sampler`. Before it `logits_processing` applies what `logits_tables` holds
+  of biases, penalties and forbidden ids. `sharded_logits` leaves each rank its shard of the logits.
+
+`graphs` replays decodes and small prefills, for the sizes of `graph_sizes`. The start goes in this order: `parts` loads
+kernels and weights, `graph_trial` and `launch_trial` find the graphs that are right and that pay, `memory_trial` and
+`memory` size the KV pool, and `step_costs` measures how long steps take.
+"""

@@ -1,1 +1,16 @@
-"""Fused operations: the interface, the torch reference, and the CUDA kernels of csrc/."""
+"""Fused operations: the interface, the torch reference, and the CUDA kernels of csrc/.
+
+`base` declares `Ops`, which layers call, and `Weight`, a loaded matrix with its products. `torch_ops` is the reference,
+with `delta_rule`; `availability` chooses among it, `cpu_ops` and `cuda_ops`.
+
+- CPU: `cpu_weights` has the layouts of weights, `cpu_int4` the one of csrc/int4_cpu.cpp, which `cpu_compile` compiles.
+- GPU: `compile` compiles csrc/ with NVRTC, and `signature` makes typed launchers from the kernels' declarations. Each
+  of the modules below chooses the tiling of one kind of work, and launches it.
+- Dense products: `skinny_gemm` for a few rows, `small_batch_gemm` for some tens, cuBLAS for more.
+- Quantized products: `cuda_weights` has the weights. `quantized_gemm` multiplies 16-bit rows, with the tilings of
+  `quantized_tiling` and `gemv_tiling`; `fp8_gemm` rounds the rows to FP8 (`fp8_rows`, `fp8_schedule`).
+- Experts: `cuda_routing` chooses them, `cuda_moe` multiplies, with `quantized_moe` for quantized ones.
+- Latent attention: `cuda_latent`. Recurrent layers: `recurrent_rows` lays out the rows of a step, `cuda_delta` computes
+  those of one token, `cuda_delta_chunks` longer ones.
+- Several GPUs: `all_reduce`.
+"""
