@@ -28,7 +28,7 @@ def main() -> int:
 
         return verify(sys.argv[2:])
     if sys.argv[1:2] in (["doctor"], ["--check"]):
-        from minisgl.doctor import main as doctor
+        from minisgl.doctor.__main__ import main as doctor
 
         return doctor(sys.argv[2:])
     open_standard_streams()

@@ -10,7 +10,8 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from minisgl.doctor import Finding, State, _tried, driver_version, examine, main, verdict
+from minisgl.doctor.__main__ import driver_version, main
+from minisgl.doctor.findings import Finding, State, examine, tried, verdict
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 KERNELS = Finding("kernels of csrc/: norm", State.WORKS)
@@ -65,10 +66,10 @@ def test_a_part_that_breaks_or_computes_something_else() -> None:
         raise OSError("undefined symbol: x\nand more")
 
     one = torch.ones(3)
-    assert _tried("a", broken).remark == "OSError: undefined symbol: x"
-    assert _tried("b", lambda: (one * 1.5, one)).state is State.FAILS
-    assert _tried("b", lambda: (one * float("nan"), one)).state is State.FAILS
-    assert _tried("c", lambda: (one * 1.001, one)).state is State.WORKS
+    assert tried("a", broken).remark == "OSError: undefined symbol: x"
+    assert tried("b", lambda: (one * 1.5, one)).state is State.FAILS
+    assert tried("b", lambda: (one * float("nan"), one)).state is State.FAILS
+    assert tried("c", lambda: (one * 1.001, one)).state is State.WORKS
 
 
 def test_the_verdict() -> None:
