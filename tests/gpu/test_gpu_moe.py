@@ -104,14 +104,12 @@ def test_other_routings(ops: Ops, dtype: torch.dtype, float32_router: bool, rout
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_every_tiling(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """All tilings, also those for other GPUs and numbers of tokens, with remainders of K and of the outputs."""
-    from minisgl.kernel import cuda_moe
+    from minisgl.kernel import cuda_moe, dense_moe
     from minisgl.kernel.compile import Compiler
     from minisgl.kernel.cuda_routing import CudaRouting
 
     compiler = Compiler(torch.device("cuda", 0))
-    tilings = [tiling for _, tiling in cuda_moe._TILINGS] + [cuda_moe._FEW, cuda_moe._MANY]
-    if compiler.arch == 90:
-        tilings.append(cuda_moe._MANY_ON_HOPPER)
+    tilings = {*dense_moe.tilings(80), *dense_moe.tilings(compiler.arch)}
     for tiling in tilings:
         monkeypatch.setattr(cuda_moe.CudaMoe, "_tilings", lambda *_, tiling=tiling: (tiling, tiling))
         for hidden, intermediate in [(1032, 200), (512, 96)]:

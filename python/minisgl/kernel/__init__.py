@@ -9,7 +9,8 @@ with `delta_rule`; `availability` chooses among it, `cpu_ops` and `cuda_ops`.
 - Dense products: `skinny_gemm` for a few rows, `small_batch_gemm` for some tens, cuBLAS for more.
 - Quantized products: `cuda_weights` has the weights. `quantized_gemm` multiplies 16-bit rows, with the tilings of
   `quantized_tiling` and `gemv_tiling`; `fp8_gemm` rounds the rows to FP8 (`fp8_rows`, `fp8_schedule`).
-- Experts: `cuda_routing` chooses them, `cuda_moe` multiplies, with `quantized_moe` for quantized ones.
+- Experts: `cuda_routing` chooses them, `cuda_moe` sorts tokens by them and multiplies: `dense_moe` has the products of
+  16-bit experts, `quantized_moe` those of quantized ones.
 - Latent attention: `cuda_latent`. Recurrent layers: `recurrent_rows` lays out the rows of a step, `cuda_delta` computes
   those of one token, `cuda_delta_chunks` longer ones.
 - Several GPUs: `all_reduce`.

@@ -5,6 +5,7 @@ The host reads nothing back: grids are large enough for any routing, and blocks 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minisgl.kernel import quantized_moe
+from minisgl.kernel import dense_moe, quantized_moe
 from minisgl.kernel.base import (
     ClampedSwiGLU,
     ExpertActivation,
@@ -24,7 +25,8 @@ from minisgl.kernel.base import (
 )
 from minisgl.kernel.compile import Compiler
 from minisgl.kernel.cuda_routing import CudaRouting
-from minisgl.kernel.quantized_moe import ExpertProduct, ExpertTiling, ProductTilings
+from minisgl.kernel.dense_moe import DenseMoeTiling, ExpertProduct
+from minisgl.kernel.quantized_moe import ProductTilings, QuantizedMoeTiling
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Launcher, Macros
 from minisgl.kernel.small_batch_gemm import MAX_ROWS
 from minisgl.kernel.torch_ops import route
@@ -37,50 +39,6 @@ _MAX_WEIGHED = 16  # most tokens for which a shared expert with a gate is merged
 _PLAN_TOKENS = 128  # most tokens that one block routes and sorts, as in moe.cu
 _MAX_THREADS = 1024  # threads per block
 _ROUTE_THREADS = 128
-_BLOCK_K = 64  # the value of moe_gemm.cu
-
-
-class _DenseTiling(NamedTuple):
-    """Macros of moe_gemm.cu that divide the work."""
-
-    pairs: int  # pairs of tiles of 16 rows of the weight per warp
-    warps_n: int  # warps that divide the rows of the weight
-    warps_m: int  # warps that divide the (token, expert) pairs
-    tiles: int  # tiles of eight (token, expert) pairs, of a warp
-    stages: int
-    warpgroup: bool = False  # multiply by wgmma, else by mma
-    route: bool = False  # each (token, expert) pair is a tile
-
-    @property
-    def block_n(self) -> int:
-        return 32 * self.pairs * self.warps_n
-
-    @property
-    def block_m(self) -> int:
-        return 8 * self.tiles * self.warps_m
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps_n * self.warps_m
-
-    @property
-    def shared_bytes(self) -> int:
-        return self.stages * (self.block_n + self.block_m) * _BLOCK_K * 2
-
-
-# Tilings by the mean number of tokens per expert: the first one whose limit is not exceeded is used, else the one for
-# many tokens. Narrow tiles waste less work on padding; wide tiles read the weights less often.
-_TILINGS = (
-    (12.0, _DenseTiling(pairs=1, warps_n=4, warps_m=1, tiles=2, stages=4)),
-    (24.0, _DenseTiling(pairs=1, warps_n=4, warps_m=1, tiles=4, stages=4)),
-    (64.0, _DenseTiling(pairs=1, warps_n=4, warps_m=1, tiles=8, stages=3)),
-)
-_MANY = _DenseTiling(pairs=2, warps_n=2, warps_m=2, tiles=8, stages=3)
-_MANY_ON_HOPPER = _DenseTiling(pairs=1, warps_n=8, warps_m=1, tiles=16, stages=4, warpgroup=True)
-# Up to this many (token, expert) pairs, each pair is a tile, because they seldom share an expert, and small blocks
-# fill the GPU.
-_FEW_PAIRS = 8
-_FEW = _DenseTiling(pairs=1, warps_n=2, warps_m=1, tiles=2, stages=6, route=True)
 
 
 class _Kind(NamedTuple):
@@ -139,9 +97,9 @@ class CudaMoe:
         """Begin to compile the kernels of these experts."""
         form = experts.form
         plain = _Kind(dtype, experts.logits or dtype, experts.num_experts, experts.top_k, experts.activation)
-        tilings: list[_DenseTiling | ExpertTiling] = [_FEW, *(tiling for _, tiling in _TILINGS), self._many]
+        tilings: Sequence[DenseMoeTiling | QuantizedMoeTiling] = dense_moe.tilings(self._compiler.arch)
         if form is not None:
-            tilings = [*quantized_moe.tilings(form)]
+            tilings = quantized_moe.tilings(form)
         for kind in {plain, plain._replace(shared=experts.shared, weighed=experts.weighed)}:
             self._compiler.begin([_plan_spec("moe_combine", kind)])
             self._compiler.begin(_product_spec("gated", form, tiling, kind) for tiling in tilings)
@@ -355,13 +313,11 @@ class CudaMoe:
 
     def _tilings(
         self, pairs: int, experts: int, w13: ExpertMatrices
-    ) -> tuple[_DenseTiling, _DenseTiling] | ProductTilings:
+    ) -> tuple[DenseMoeTiling, DenseMoeTiling] | ProductTilings:
         """Return the tilings of the two products for a number of (token, expert) pairs."""
         if isinstance(w13, PackedExperts):
             return quantized_moe.choose_tilings(w13.format, pairs, experts)
-        if pairs <= _FEW_PAIRS:
-            return _FEW, _FEW
-        tiling = next((tiling for mean, tiling in _TILINGS if pairs / experts <= mean), self._many)
+        tiling = dense_moe.choose_tiling(self._compiler.arch, pairs, experts)
         return tiling, tiling
 
     def _product(
@@ -369,7 +325,7 @@ class CudaMoe:
         kernel: ExpertProduct,
         weight: ExpertMatrices,
         shared: Tensor | None,
-        tiling: _DenseTiling | ExpertTiling,
+        tiling: DenseMoeTiling | QuantizedMoeTiling,
         kind: _Kind,
     ) -> Launcher:
         """Return the launcher of a grouped product with the weight's arguments bound."""
@@ -377,10 +333,6 @@ class CudaMoe:
         if isinstance(weight, PackedExperts):
             form, arguments = weight.format, quantized_moe.weight_arguments(weight)
         return partial(self._compiler.kernel(_product_spec, kernel, form, tiling, kind), **arguments)
-
-    @property
-    def _many(self) -> _DenseTiling:
-        return _MANY_ON_HOPPER if self._compiler.arch == 90 else _MANY
 
 
 def _kind(dtype: torch.dtype, logits: torch.dtype, mixture: Mixture) -> _Kind:
@@ -444,7 +396,7 @@ def _plan_spec(kernel: str, kind: _Kind) -> KernelSpec:
 
 
 def _product_spec(
-    kernel: ExpertProduct, form: LevelFormat | None, tiling: _DenseTiling | ExpertTiling, kind: _Kind
+    kernel: ExpertProduct, form: LevelFormat | None, tiling: DenseMoeTiling | QuantizedMoeTiling, kind: _Kind
 ) -> KernelSpec:
     both: Macros = {
         **kind.macros,
@@ -452,16 +404,7 @@ def _product_spec(
         "CLAMPED": int(isinstance(kind.activation, ClampedSwiGLU)),
         "GELU_TANH": int(kind.activation == "gelu_tanh"),
     }
-    if isinstance(tiling, ExpertTiling):
+    if isinstance(tiling, QuantizedMoeTiling):
         assert form is not None
         return quantized_moe.product_spec(kernel, form, tiling, both)
-    macros: Macros = {
-        **both,
-        "PAIRS": tiling.pairs,
-        "WARPS_N": tiling.warps_n,
-        "WARPS_M": tiling.warps_m,
-        "TILES": tiling.tiles,
-        "STAGES": tiling.stages,
-        "WARPGROUP": int(tiling.warpgroup),
-    }
-    return KernelSpec("moe_gemm.cu", f"moe_{kernel}", macros, shared_bytes=tiling.shared_bytes)
+    return dense_moe.product_spec(kernel, tiling, both)

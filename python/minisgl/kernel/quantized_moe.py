@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from minisgl.kernel.dense_moe import FEW_PAIRS, ExpertProduct
 from minisgl.kernel.signature import KernelSpec, Macros
 from minisgl.quantization.expert_layout import PackedExperts
 from minisgl.quantization.gpu_layout import BITS, TILE
 from minisgl.quantization.levels import Kind, LevelFormat
 
-ExpertProduct = Literal["gated", "weighted"]
-"""The first product of a layer, with the activation, or the second, with the weights of a token's experts."""
-
 _WEIGHTS: dict[Kind, str] = {"fp8": "E4M3", "int8": "INT8", "int4": "INT4", "mxfp4": "E2M1"}
 _GROUPS: dict[Kind, tuple[int, ...]] = {"fp8": (0, 128), "int8": (0,), "int4": (32, 64, 128), "mxfp4": (32,)}
 
 
-class ExpertTiling(NamedTuple):
+class QuantizedMoeTiling(NamedTuple):
     """Macros of quantized_moe.cu that divide the work."""
 
     max_pairs: int  # (token, expert) pairs of a block
@@ -57,65 +55,64 @@ class ExpertTiling(NamedTuple):
 class ProductTilings(NamedTuple):
     """Tilings of a layer's two products, for one number of pairs."""
 
-    gated: ExpertTiling
-    weighted: ExpertTiling
+    gated: QuantizedMoeTiling
+    weighted: QuantizedMoeTiling
 
 
 class _Tilings(NamedTuple):
     """Tilings by the number of pairs: the fastest of those measured on an H200 (docs/log.md)."""
 
-    few: ProductTilings  # up to _FEW_PAIRS, which seldom share an expert: each pair is a tile
-    by_mean: tuple[tuple[float, ExpertTiling], ...]  # up to a mean number of tokens of an expert
-    many: ExpertTiling
+    few: ProductTilings  # up to FEW_PAIRS: each pair is a tile
+    by_mean: tuple[tuple[float, QuantizedMoeTiling], ...]  # up to a mean number of tokens of an expert
+    many: QuantizedMoeTiling
 
 
-_FEW_PAIRS = 8
-_8_BITS_FEW = ExpertTiling(8, 1, 256, 3, 4, route=True)
+_8_BITS_FEW = QuantizedMoeTiling(8, 1, 256, 3, 4, route=True)
 _8_BITS = _Tilings(
     ProductTilings(_8_BITS_FEW, _8_BITS_FEW),
     (
-        (4.5, ExpertTiling(8, 1, 256, 2, 5)),
-        (12.0, ExpertTiling(16, 1, 128, 3, 5)),
-        (24.0, ExpertTiling(32, 1, 128, 2, 5)),
+        (4.5, QuantizedMoeTiling(8, 1, 256, 2, 5)),
+        (12.0, QuantizedMoeTiling(16, 1, 128, 3, 5)),
+        (24.0, QuantizedMoeTiling(32, 1, 128, 2, 5)),
     ),
-    ExpertTiling(64, 2, 128, 3, 2, wgmma=True),
+    QuantizedMoeTiling(64, 2, 128, 3, 2, wgmma=True),
 )
 _FP8_OF_128 = _8_BITS._replace(
     by_mean=(
-        (4.5, ExpertTiling(8, 1, 256, 2, 5)),
-        (12.0, ExpertTiling(16, 1, 128, 3, 3, height=2)),
-        (24.0, ExpertTiling(32, 1, 128, 2, 3, height=2)),
+        (4.5, QuantizedMoeTiling(8, 1, 256, 2, 5)),
+        (12.0, QuantizedMoeTiling(16, 1, 128, 3, 3, height=2)),
+        (24.0, QuantizedMoeTiling(32, 1, 128, 2, 3, height=2)),
     )
 )
-_INT4_FEW = ExpertTiling(8, 1, 256, 3, 5, route=True)
+_INT4_FEW = QuantizedMoeTiling(8, 1, 256, 3, 5, route=True)
 _INT4 = _Tilings(
     ProductTilings(_INT4_FEW, _INT4_FEW),
     (
-        (4.5, ExpertTiling(8, 1, 256, 3, 5)),
-        (12.0, ExpertTiling(16, 1, 128, 3, 6)),
-        (24.0, ExpertTiling(32, 1, 128, 3, 5)),
+        (4.5, QuantizedMoeTiling(8, 1, 256, 3, 5)),
+        (12.0, QuantizedMoeTiling(16, 1, 128, 3, 6)),
+        (24.0, QuantizedMoeTiling(32, 1, 128, 3, 5)),
     ),
-    ExpertTiling(64, 2, 128, 3, 2, wgmma=True),
+    QuantizedMoeTiling(64, 2, 128, 3, 2, wgmma=True),
 )
 _INT4_OF_128 = _INT4._replace(
     by_mean=(
-        (4.5, ExpertTiling(8, 1, 256, 2, 5, height=2)),
-        (12.0, ExpertTiling(16, 1, 256, 2, 4, height=2)),
-        (24.0, ExpertTiling(32, 1, 128, 2, 4, height=2)),
+        (4.5, QuantizedMoeTiling(8, 1, 256, 2, 5, height=2)),
+        (12.0, QuantizedMoeTiling(16, 1, 256, 2, 4, height=2)),
+        (24.0, QuantizedMoeTiling(32, 1, 128, 2, 4, height=2)),
     )
 )
 # Stages of 192, 320 and 576 columns divide 2,880, the hidden size of gpt-oss. MXFP4 needs no sums per group, so
 # registers suffice for more pairs. With one token, each of the 180 blocks of the second product loads its whole weight
 # at once: with a shorter ring it would wait for memory nine times.
 _MXFP4 = _Tilings(
-    ProductTilings(ExpertTiling(8, 1, 320, 2, 6, route=True), ExpertTiling(8, 1, 576, 3, 2, route=True)),
+    ProductTilings(QuantizedMoeTiling(8, 1, 320, 2, 6, route=True), QuantizedMoeTiling(8, 1, 576, 3, 2, route=True)),
     (
-        (4.5, ExpertTiling(8, 1, 320, 2, 6)),
-        (12.0, ExpertTiling(16, 1, 192, 2, 4, height=3)),
-        (20.0, ExpertTiling(32, 1, 192, 2, 4, height=2, wgmma=True)),
-        (64.0, ExpertTiling(64, 1, 192, 2, 3, height=2, wgmma=True)),
+        (4.5, QuantizedMoeTiling(8, 1, 320, 2, 6)),
+        (12.0, QuantizedMoeTiling(16, 1, 192, 2, 4, height=3)),
+        (20.0, QuantizedMoeTiling(32, 1, 192, 2, 4, height=2, wgmma=True)),
+        (64.0, QuantizedMoeTiling(64, 1, 192, 2, 3, height=2, wgmma=True)),
     ),
-    ExpertTiling(128, 2, 128, 2, 2, wgmma=True),
+    QuantizedMoeTiling(128, 2, 128, 2, 2, wgmma=True),
 )
 _TILINGS: dict[Kind, _Tilings] = {"fp8": _8_BITS, "int8": _8_BITS, "int4": _INT4, "mxfp4": _MXFP4}
 _OF_128: dict[Kind, _Tilings] = {"fp8": _FP8_OF_128, "int4": _INT4_OF_128}  # formats with groups of 128 columns
@@ -125,7 +122,7 @@ def _tilings_of(form: LevelFormat) -> _Tilings:
     return _OF_128[form.kind] if form.group == 128 else _TILINGS[form.kind]
 
 
-def tilings(form: LevelFormat) -> list[ExpertTiling]:
+def tilings(form: LevelFormat) -> list[QuantizedMoeTiling]:
     """Return all tilings of a format, those for few pairs first."""
     few, by_mean, many = _tilings_of(form)
     return list(dict.fromkeys([*few, *(tiling for _, tiling in by_mean), many]))
@@ -134,7 +131,7 @@ def tilings(form: LevelFormat) -> list[ExpertTiling]:
 def choose_tilings(form: LevelFormat, pairs: int, experts: int) -> ProductTilings:
     """Return the tilings for this number of (token, expert) pairs."""
     few, by_mean, many = _tilings_of(form)
-    if pairs <= _FEW_PAIRS:
+    if pairs <= FEW_PAIRS:
         return few
     tiling = next((tiling for most, tiling in by_mean if pairs / experts <= most), many)
     return ProductTilings(tiling, tiling)
@@ -149,7 +146,7 @@ def supports(form: LevelFormat, width: int, size: int, dtype: torch.dtype) -> bo
     return dtype in dtypes and form.group in _GROUPS[form.kind] and size % columns == 0 and width % 16 == 0
 
 
-def product_spec(kernel: ExpertProduct, form: LevelFormat, tiling: ExpertTiling, mixture: Macros) -> KernelSpec:
+def product_spec(kernel: ExpertProduct, form: LevelFormat, tiling: QuantizedMoeTiling, mixture: Macros) -> KernelSpec:
     """Describe a product of experts of this format; `mixture`: macros that depend neither on it nor on the tiling."""
     macros: Macros = {
         **mixture,
