@@ -83,32 +83,42 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, folder: Path, forms: 
     _check(slices, found, folder, checkpoint.zero_biases)
 
     kept = [part for parts in slices.values() for part in parts]
-    size = sum(part.target.numel() * part.target.element_size() for part in kept if not part.tied)
-    bar = progress_bar("Loading weights", size, unit="B", leave=True, shown=progress)
-    with bar:
+    size = sum(_bytes(part) for part in kept if not part.tied)
+    with progress_bar("Loading weights", size, unit="B", leave=True, shown=progress) as bar:
         for name in checkpoint:
             for part, loader, _ in wanted.get(name, ()):
-                if not part.is_read:
-                    continue
-                if loader is not None:
-                    loader.read(checkpoint, part)
-                else:
-                    checkpoint.read_into(part.target, name, part.source)
-                    if part.offset:
-                        part.target.add_(part.offset * checkpoint.factor(name))
-                    if part.factor != 1.0:
-                        part.target.mul_(part.factor)
-                bar.update(part.target.numel() * part.target.element_size())
+                if part.is_read:
+                    _read(checkpoint, part, loader)
+                    bar.update(_bytes(part))
     for part in kept:
-        if not part.tied or part.name not in found:
-            continue
-        repeated = torch.empty_like(part.target)
-        checkpoint.read_into(repeated, part.name, part.source)
-        if not torch.equal(repeated, part.target):
-            raise WeightError(
-                f"{part.name} differs from the weights that config.json ties it to; "
-                "set tie_word_embeddings to false to use it"
-            )
+        if part.tied and part.name in found:
+            _check_tied(checkpoint, part)
+
+
+def _bytes(part: WeightSlice) -> int:
+    return part.target.numel() * part.target.element_size()
+
+
+def _read(checkpoint: Checkpoint, part: WeightSlice, loader: LinearLoader | ExpertLoader | None) -> None:
+    if loader is not None:
+        loader.read(checkpoint, part)
+        return
+    checkpoint.read_into(part.target, part.name, part.source)
+    if part.offset:
+        part.target.add_(part.offset * checkpoint.factor(part.name))
+    if part.factor != 1.0:
+        part.target.mul_(part.factor)
+
+
+def _check_tied(checkpoint: Checkpoint, part: WeightSlice) -> None:
+    """Raise WeightError if a checkpoint repeats a tied weight with other values."""
+    repeated = torch.empty_like(part.target)
+    checkpoint.read_into(repeated, part.name, part.source)
+    if not torch.equal(repeated, part.target):
+        raise WeightError(
+            f"{part.name} differs from the weights that config.json ties it to; "
+            "set tie_word_embeddings to false to use it"
+        )
 
 
 @torch.no_grad()
