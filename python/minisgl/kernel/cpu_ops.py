@@ -50,7 +50,7 @@ class CpuOps(TorchOps):
     def bind(self, weight: Tensor, grid: Int4Grid | None = None) -> Weight:
         packs = self._bfloat16_products and weight.dtype == torch.bfloat16
         dense = PackedWeight(self, weight) if packs else DenseWeight(self, weight)
-        if grid is None or not Int4Weight.takes(weight):
+        if grid is None or not Int4Weight.supports(weight):
             return dense
         if packs and self._int4_linear is not None:
             return TiledInt4Weight(self, self._int4_linear, weight, grid, dense)

@@ -68,7 +68,7 @@ class Int4Weight(_CpuWeight):
         self._scales_and_offsets = torch.stack((grid.scales.T, grid.offsets.T), -1).to(weight.dtype)
 
     @staticmethod
-    def takes(weight: Tensor) -> bool:
+    def supports(weight: Tensor) -> bool:
         """Return True for a weight whose shape torch can pack."""
         return len(weight) % _OUTPUTS == 0
 

@@ -46,7 +46,7 @@ class QuantizedWeight:
 
     def linear(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         x = self._ordered(x)
-        if not self._packed.gated and self._gemm.takes(x, self._packed):
+        if not self._packed.gated and self._gemm.supports_rows(x, self._packed):
             return self._gemm.product(x, self._packed, bias, residual)
         return self._ops.linear(x, self.tensor, bias, residual)
 
@@ -54,7 +54,7 @@ class QuantizedWeight:
         self, x: Tensor, norm: Norm | None, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         x, late = self._normed(x, norm, gated=False)
-        if not self._packed.gated and self._gemm.takes(x, self._packed):
+        if not self._packed.gated and self._gemm.supports_rows(x, self._packed):
             return self._gemm.product(x, self._packed, bias, norm=late, before_attention=True, out=out)
         return self._ops.norm_linear(x, None, self.tensor, bias, out)
 
@@ -62,7 +62,7 @@ class QuantizedWeight:
         self, x: Tensor, norm: Norm | None, bias: Tensor | None = None, *, activation: Activation
     ) -> Tensor:
         x, late = self._normed(x, norm, gated=True)
-        if self._packed.gated and self._gemm.takes(x, self._packed):
+        if self._packed.gated and self._gemm.supports_rows(x, self._packed):
             return self._gemm.product(x, self._packed, bias, norm=late, gate=activation)
         return self._ops.norm_gated_linear(x, None, self.tensor, bias, activation=activation)
 
@@ -70,7 +70,7 @@ class QuantizedWeight:
         """Return x normed and None; or x as it is and the norm, if the product applies it."""
         if norm is None:
             return self._ordered(x), None
-        in_kernel = self._order is None and self._packed.gated == gated and self._gemm.takes(x, self._packed)
+        in_kernel = self._order is None and self._packed.gated == gated and self._gemm.supports_rows(x, self._packed)
         if in_kernel and self._gemm.norms(x, self._packed, norm):
             return x, norm
         return self._ordered(self._ops.rms_norm(x, norm)), None

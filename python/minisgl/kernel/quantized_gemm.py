@@ -73,7 +73,7 @@ class QuantizedGemm:
             and width % 16 == 0
         )
 
-    def takes(self, x: Tensor, weight: PackedLevels) -> bool:
+    def supports_rows(self, x: Tensor, weight: PackedLevels) -> bool:
         """Return True if `product` is for x [M, K]: M is at most MOST_ROWS, or the weight a vocabulary's."""
         few = len(x) <= MOST_ROWS or weight.width > _MAX_VALUES_WIDTH
         return len(x) > 0 and few and x.is_contiguous()
