@@ -13,7 +13,7 @@ from minisgl.sampling_params import CONTEXT_LENGTH_EXCEEDED, InvalidRequest
 PlainPrompt: TypeAlias = TextPrompt | IdsPrompt
 
 MAX_PROMPTS = 8192  # prompts of a request
-_KINDS = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
+PROMPT_KINDS = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
 
 
 def parse_prompts(value: Any, limits: Limits, *, add_special_tokens: bool, cut: bool) -> list[PlainPrompt]:
@@ -21,7 +21,7 @@ def parse_prompts(value: Any, limits: Limits, *, add_special_tokens: bool, cut: 
     if isinstance(value, str) or is_ids(value):
         return [parse_prompt(value, limits, add_special_tokens=add_special_tokens, cut=cut)]
     if not isinstance(value, list):
-        raise InvalidRequest("prompt", f"prompt must be {_KINDS}")
+        raise InvalidRequest("prompt", f"prompt must be {PROMPT_KINDS}")
     if not value:
         raise InvalidRequest("prompt", "prompt must not be empty")
     if len(value) > MAX_PROMPTS:
@@ -29,7 +29,7 @@ def parse_prompts(value: Any, limits: Limits, *, add_special_tokens: bool, cut: 
     kind = type(value[0])
     for index, item in enumerate(value):
         if type(item) is not kind:
-            raise InvalidRequest(f"prompt.{index}", f"prompt must be {_KINDS}")
+            raise InvalidRequest(f"prompt.{index}", f"prompt must be {PROMPT_KINDS}")
     return [
         parse_prompt(item, limits, f"prompt.{index}", add_special_tokens=add_special_tokens, cut=cut)
         for index, item in enumerate(value)

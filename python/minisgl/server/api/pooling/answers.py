@@ -20,7 +20,7 @@ from minisgl.pooling.pooling_config import ClassActivation, PoolingConfig
 from minisgl.pooling.vectors import Float32Array, activated, cosine, embedding
 from minisgl.sampling_params import CONTEXT_LENGTH_EXCEEDED, InvalidRequest, SamplingParams
 from minisgl.server.api.answers.answer import Usage, Writer
-from minisgl.server.api.bodies.plain_prompts import checked_ids, is_ids
+from minisgl.server.api.bodies.plain_prompts import PROMPT_KINDS, checked_ids, is_ids
 from minisgl.server.api.pooling.bodies import PairsBody, PoolingBody, RerankBody, VectorsBody
 from minisgl.server.api.requests.open_request import Delta, Job
 
@@ -29,8 +29,6 @@ Values = list[float] | str  # str: little-endian float32 in base64
 
 MAX_INPUTS = 2048  # inputs of a request, as OpenAI has it
 MAX_PAIR_CHARS = 16 * 1024 * 1024  # characters of all queries, which each pair carries
-
-_KINDS = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
 
 
 # From bodies to jobs.
@@ -41,11 +39,11 @@ def vectors_job(value: Any, body: PoolingBody, limits: Limits) -> Job:
     if isinstance(value, str) or is_ids(value):
         return make_job([_prompt(value, "input", body, limits)], ["input"], body)
     if not isinstance(value, list) or not value:
-        raise InvalidRequest("input", f"input must be {_KINDS}, and not empty")
+        raise InvalidRequest("input", f"input must be {PROMPT_KINDS}, and not empty")
     check_count("input", len(value))
     names = [f"input.{index}" for index in range(len(value))]
     if len(set(map(type, value))) > 1:
-        raise InvalidRequest("input", f"input must be {_KINDS}")
+        raise InvalidRequest("input", f"input must be {PROMPT_KINDS}")
     return make_job([_prompt(one, name, body, limits) for name, one in zip(names, value, strict=True)], names, body)
 
 
