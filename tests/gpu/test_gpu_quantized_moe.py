@@ -15,8 +15,9 @@ from minisgl.distributed import SingleRank
 from minisgl.kernel.base import ClampedSwiGLU, ExpertActivation, ExpertBiases, ExpertKind, Mixture, Norm, Ops, Routing
 from minisgl.kernel.torch_ops import TorchOps
 from minisgl.layers.mlp import Experts
+from minisgl.models.base import Model
 from minisgl.models.config.load_config import load_model_config
-from minisgl.models.loading import load_model
+from minisgl.models.loading import LoadOptions, load_model
 from minisgl.quantization.expert_layout import PackedExperts
 from minisgl.quantization.levels import MIDDLE, LevelFormat, Levels
 from models.quantized import save_mxfp4, save_quantized
@@ -208,12 +209,13 @@ def test_experts_of_a_checkpoint(ops: Ops, tmp_path: Path, name: str) -> None:
         quantized = plain = tmp_path
     else:
         quantized, plain = save_quantized(tmp_path, "qwen3-moe", name, hidden_size=256, moe_intermediate_size=256)
-    options: dict[str, Any] = {"tp": SingleRank(), "device": torch.device("cuda", 0)}
-    kept = {"dtype": torch.bfloat16, "keeps": ops.keeps, "keeps_experts": ops.keeps_experts}
-    packed, dense = (
-        load_model(load_model_config(folder), folder, **options, **form)
-        for folder, form in ((quantized, kept), (plain, {"dtype": torch.float32}))
-    )
+
+    def load(folder: Path, dtype: torch.dtype, **options: Any) -> Model:
+        config, device = load_model_config(folder), torch.device("cuda", 0)
+        return load_model(config, folder, LoadOptions(**options), tp=SingleRank(), dtype=dtype, device=device)
+
+    packed = load(quantized, torch.bfloat16, keeps=ops.keeps, keeps_experts=ops.keeps_experts)
+    dense = load(plain, torch.float32)
     layers = zip(packed.modules(), dense.modules(), strict=True)
     pairs = [(have, want) for have, want in layers if isinstance(have, Experts) and isinstance(want, Experts)]
     for have, want in pairs:

@@ -23,8 +23,8 @@ CPU = torch.device("cpu")
 Saved = Callable[[str], tuple[Any, Path]]
 
 
-def load(folder: Path, **options: Any) -> CausalLM:
-    return load_model(load_model_config(folder), folder, tp=SingleRank(), dtype=torch.float32, device=CPU, **options)
+def load(folder: Path) -> CausalLM:
+    return load_model(load_model_config(folder), folder, tp=SingleRank(), dtype=torch.float32, device=CPU)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -25,7 +25,7 @@ from minisgl.models.config.load_config import load_model_config
 from minisgl.models.config.model_config import UnsupportedModel, WeightError
 from minisgl.models.decoder import CausalLM
 from minisgl.models.hub import demo_folder, find_model, model_folder
-from minisgl.models.loading import build_model, load_model
+from minisgl.models.loading import LoadOptions, build_model, load_model
 from minisgl.progress import LineBar
 from models.test_model_tp import Rank
 from models.tiny import FAMILIES, make_model
@@ -37,9 +37,11 @@ EMBEDDING = "model.embed_tokens.weight"
 LAYER_INPUTS = "model.layer_inputs.table"
 
 
-def load(folder: Path, **options: Any) -> CausalLM:
-    options = {"tp": SingleRank(), "dtype": torch.float32, "device": CPU, **options}
-    return load_model(load_model_config(folder), folder, **options)
+def load(
+    folder: Path, tp: Any = None, dtype: torch.dtype = torch.float32, *, progress: bool = False, **options: Any
+) -> CausalLM:
+    config, tp = load_model_config(folder), tp or SingleRank()
+    return load_model(config, folder, LoadOptions(**options), tp=tp, dtype=dtype, device=CPU, progress=progress)
 
 
 def assert_same(a: CausalLM, b: CausalLM) -> None:
@@ -248,7 +250,8 @@ def test_dummy_weights(saved: Saved, kind: str, tmp_path: Path) -> None:
     config = load_model_config(saved(kind)[1])
 
     def make(seed: int, tp: Any = SingleRank()) -> CausalLM:  # noqa: B008
-        return load_model(config, tmp_path, tp=tp, dtype=torch.float32, device=CPU, load_format="dummy", seed=seed)
+        options = LoadOptions(load_format="dummy", seed=seed)
+        return load_model(config, tmp_path, options, tp=tp, dtype=torch.float32, device=CPU)
 
     model = make(1)
     assert_same(model, make(1))

@@ -23,7 +23,7 @@ from minisgl.kernel.torch_ops import TorchOps
 from minisgl.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear, bind_weights, product_labels
 from minisgl.models.config.load_config import load_model_config
 from minisgl.models.config.model_config import UnsupportedModel
-from minisgl.models.loading import load_model
+from minisgl.models.loading import LoadOptions, load_model
 from minisgl.quantization import rounding
 from minisgl.quantization.rounding import INT4_GROUP, largest_of_rows, levels_of_int4, round_to_8_bits, round_to_int4
 from models.harness import Harness
@@ -38,9 +38,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDE = {**SHAPE, "num_attention_heads": 8, "head_dim": 32, "intermediate_size": 256}  # groups of 32 on 4 ranks
 
 
-def load(folder: Path, tp: Any = None, **options: Any) -> Any:
+def load(folder: Path, tp: Any = None, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     config, tp = load_model_config(folder), tp or SingleRank()
-    return load_model(config, folder, tp=tp, device=CPU, **{"dtype": torch.float32, **options})
+    return load_model(config, folder, LoadOptions(**options), tp=tp, dtype=dtype, device=CPU)
 
 
 def random_weight(dtype: torch.dtype) -> torch.Tensor:

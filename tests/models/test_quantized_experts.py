@@ -15,7 +15,7 @@ from minisgl.distributed import SingleRank
 from minisgl.layers.mlp import Experts, expert_labels
 from minisgl.models.config.load_config import load_model_config
 from minisgl.models.config.model_config import WeightError
-from minisgl.models.loading import load_model
+from minisgl.models.loading import LoadOptions, load_model
 from minisgl.quantization.levels import LevelFormat
 from minisgl.quantization.mxfp4 import Mxfp4Experts
 from models.quantized import save_mxfp4, save_quantized
@@ -33,7 +33,7 @@ def load(folder: Path, tp: Any, *, whole: bool = False, **options: Any) -> list[
     config = load_model_config(folder)
     if whole:
         config = config.with_whole_experts()
-    model = load_model(config, folder, tp=tp, dtype=torch.bfloat16, device=CPU, **given)
+    model = load_model(config, folder, LoadOptions(**given), tp=tp, dtype=torch.bfloat16, device=CPU)
     return [module for module in model.modules() if isinstance(module, Experts)]
 
 

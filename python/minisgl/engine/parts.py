@@ -36,7 +36,7 @@ from minisgl.layers.linear import bind_weights, product_labels
 from minisgl.layers.mlp import expert_labels
 from minisgl.models.base import Model
 from minisgl.models.config.model_config import ModelConfig
-from minisgl.models.loading import build_model, load_model
+from minisgl.models.loading import LoadOptions, build_model, load_model
 from minisgl.models.pooling_model import PoolingModel
 
 if TYPE_CHECKING:  # needs CUDA's packages
@@ -178,21 +178,17 @@ def _load_weights(
     progress: bool,
 ) -> Model:
     """Return the rank's part of the model; ConfigError if the device has too little memory for its weights."""
+    options = LoadOptions(
+        load_format=config.load_format,
+        quantization=config.quantization,
+        keeps=ops.keeps,
+        keeps_experts=ops.keeps_experts,
+        fp8_activations=config.fp8_activations,
+        fp8_kv=config.kv_cache_dtype == "fp8_e4m3",
+    )
+    folder = Path(config.model_path)
     try:
-        return load_model(
-            model,
-            Path(config.model_path),
-            tp=tp,
-            dtype=dtype,
-            device=device,
-            keeps=ops.keeps,
-            keeps_experts=ops.keeps_experts,
-            load_format=config.load_format,
-            quantization=config.quantization,
-            fp8_activations=config.fp8_activations,
-            fp8_kv=config.kv_cache_dtype == "fp8_e4m3",
-            progress=progress,
-        )
+        return load_model(model, folder, options, tp=tp, dtype=dtype, device=device, progress=progress)
     except torch.OutOfMemoryError as error:
         meta_model = build_model(model, tp=tp, dtype=dtype, device=torch.device("meta"))
         needed = sum(weight.nbytes for weight in meta_model.parameters())

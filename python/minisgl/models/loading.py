@@ -10,6 +10,7 @@ import logging
 import zlib
 from collections import defaultdict
 from collections.abc import Container, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -172,29 +173,34 @@ def build_model(config: ModelConfig, *, tp: TPGroup, dtype: torch.dtype, device:
         return CausalLM(config, tp=tp, dtype=dtype).eval()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """Source of a model's weights, and the form in which they are kept."""
+
+    load_format: LoadFormat = "safetensors"  # dummy: random weights
+    seed: int = 0  # of random weights
+    quantization: QuantizationMethod = "auto"  # format that weights of floating point are rounded to; auto: none
+    keeps: Keeps | None = None  # says which quantized weights of linear layers stay so; None: none do
+    keeps_experts: Keeps | None = None  # says which quantized experts stay so
+    fp8_activations: bool = False  # products of linear layers may round x, where the weight's format does
+    fp8_kv: bool = False  # K and V are stored in FP8, by the checkpoint's scales
+
+
+AS_STORED = LoadOptions()
+
+
 def load_model(
     config: ModelConfig,
     folder: Path,
+    options: LoadOptions = AS_STORED,
     *,
     tp: TPGroup,
     dtype: torch.dtype,
     device: torch.device,
-    keeps: Keeps | None = None,
-    keeps_experts: Keeps | None = None,
-    load_format: LoadFormat = "safetensors",
-    quantization: QuantizationMethod = "auto",
-    fp8_activations: bool = False,
-    fp8_kv: bool = False,
     progress: bool = False,
-    seed: int = 0,
 ) -> Model:
-    """Return one rank's model, filled from the folder or ("dummy") with random weights. Raises ModelError.
-
-    Weights that the checkpoint does not have so are rounded to `quantization`, unless it is "auto". Quantized weights
-    of linear layers stay so where `keeps` says that their products read them, experts where `keeps_experts` does.
-    `fp8_activations`: products of linear layers may round their activations where the checkpoint's format does.
-    `fp8_kv`: K and V are stored in FP8, by the checkpoint's scales.
-    """
+    """Return one rank's model, filled from the folder or with random weights. Raises ModelError."""
+    quantization, dummy = options.quantization, options.load_format == "dummy"
     described = config.quantization
     stored = described if described is not None and described.schemes else None  # None: no weights are
     if stored is not None and quantization not in ("auto", stored.kind):
@@ -203,16 +209,16 @@ def load_model(
         config.check_tp(tp.size)
         if quantization != "auto":
             raise UnsupportedModel(f"--quantization {quantization}: {config.architecture} is computed by transformers")
-        return load_generic(config, folder, tp=tp, dtype=dtype, device=device, dummy=load_format == "dummy")
+        return load_generic(config, folder, tp=tp, dtype=dtype, device=device, dummy=dummy)
     method = None if quantization == "auto" or stored is not None else quantization
-    forms = WeightForms(device, tp, keeps, keeps_experts, method, fp8_activations)
+    forms = WeightForms(device, tp, options.keeps, options.keeps_experts, method, options.fp8_activations)
     model = build_model(config, tp=tp, dtype=dtype, device=device)
-    if load_format == "dummy":
-        fill_random(model, config.initializer_range, forms, seed=seed, quantization=stored)
+    if dummy:
+        fill_random(model, config.initializer_range, forms, seed=options.seed, quantization=stored)
     else:
         checkpoint = Checkpoint(folder, config.checkpoint, described)
         if checkpoint.has_kv_scales:
-            _use_kv_scales(checkpoint, config, fp8_kv=fp8_kv)
+            _use_kv_scales(checkpoint, config, fp8_kv=options.fp8_kv)
         load_weights(model, checkpoint, folder, forms, progress=progress)
     if method is not None:
         round_weights(model, method, forms)
@@ -221,7 +227,7 @@ def load_model(
         name = str(dtype).removeprefix("torch.")
         if method is not None:
             logger.info(describe(method, name, kept))
-        elif stored is not None and load_format != "dummy":
+        elif stored is not None and not dummy:
             logger.info(stored.describe(name, kept))
     return model
 
