@@ -147,10 +147,10 @@ class _Passes:
             # Decoding is greedy, so the seed can hold the prompt's number.
             self._loop.scheduler.add(first + index, ids, params, seed=index)
         while self._loop.has_work:
-            report = self._loop.step()
-            for opened in report.opened:
+            output = self._loop.step()
+            for opened in output.opened:
                 runs[opened.seq_id - first].cached_tokens = opened.cached_tokens
-            for seq_id, token in zip(report.seq_ids, unpack_ids(report.tokens).tolist(), strict=True):
+            for seq_id, token in zip(output.seq_ids, unpack_ids(output.tokens).tolist(), strict=True):
                 runs[seq_id - first].tokens.append(token)
         self._engine.observer = None
         return runs
