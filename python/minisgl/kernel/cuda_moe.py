@@ -124,7 +124,7 @@ class CudaMoe:
         routing, bias = mixture.routing, mixture.biases.choice
         weighting = _weighting(routing)
         if not routing.plain or bias is not None or router_logits.dtype not in (x.dtype, torch.float32):
-            router_logits, weighting = self._chosen(router_logits, routing, bias, x.dtype), _Weighting.CHOSEN
+            router_logits, weighting = self._choose(router_logits, routing, bias, x.dtype), _Weighting.CHOSEN
         return self._mix(x, router_logits, weighting, mixture, residual)
 
     def chooses_with_router(self, x: Tensor, weight: Tensor, mixture: Mixture) -> bool:
@@ -156,7 +156,7 @@ class CudaMoe:
             weight,
             bias,
             kind.macros,
-            **_choice(weighting, mixture),
+            **_route_arguments(weighting, mixture),
             experts=chosen,
             weights=plan.weights,
         )
@@ -178,7 +178,7 @@ class CudaMoe:
         few = 0 < tokens <= (_MAX_WEIGHED if shared.weighed else MAX_ROWS)
         return few and all(one.is_contiguous() and one.dtype == w13.dtype for one in (shared.w13, shared.w2))
 
-    def chosen(self, x: Tensor, weights: Tensor, experts: Tensor, mixture: Mixture) -> Tensor:
+    def mix_chosen(self, x: Tensor, weights: Tensor, experts: Tensor, mixture: Mixture) -> Tensor:
         """Compute Ops.moe_chosen."""
         table = _table(weights, experts, mixture.num_experts, x.dtype)
         return self._mix(x, table, _Weighting.CHOSEN, mixture, None)
@@ -255,10 +255,10 @@ class CudaMoe:
         )
         return out
 
-    def _chosen(
+    def _choose(
         self, router_logits: Tensor, routing: Routing, choice_bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        """Return [T, experts] with the weights of each token's experts, and -1 for the others."""
+        """Choose each token's experts; return [T, experts] with their weights, and -1 for the others."""
         if CudaRouting.supports(routing):
             return self._routing.table(router_logits, routing, choice_bias, dtype)
         return _table(*route(router_logits, routing, choice_bias), router_logits.shape[1], dtype)
@@ -269,13 +269,13 @@ class CudaMoe:
         tokens, device, held = len(router_logits), router_logits.device, len(mixture.w2)
         plan = _empty_plan(tokens, device, held, kind, tile_rows)
         if tokens <= _PLAN_TOKENS:
-            both = self._compiler.kernel(_plan_spec, "moe_plan", kind)
-            both(
+            route_and_sort = self._compiler.kernel(_plan_spec, "moe_plan", kind)
+            route_and_sort(
                 (1,),
                 min(max(32 * tokens, 128), _MAX_THREADS),
                 router_logits=router_logits,
                 tokens=tokens,
-                **_choice(weighting, mixture),
+                **_route_arguments(weighting, mixture),
                 tile_rows=tile_rows,
                 weights=plan.weights,
                 order=plan.order,
@@ -284,13 +284,13 @@ class CudaMoe:
             )
             return plan
         chosen = torch.empty(tokens * kind.taken, dtype=torch.int32, device=device)
-        route = self._compiler.kernel(_plan_spec, "moe_route", kind)
-        route(
+        choose = self._compiler.kernel(_plan_spec, "moe_route", kind)
+        choose(
             (-(-tokens // (_ROUTE_THREADS // 32)),),
             _ROUTE_THREADS,
             router_logits=router_logits,
             tokens=tokens,
-            **_choice(weighting, mixture),
+            **_route_arguments(weighting, mixture),
             experts=chosen,
             weights=plan.weights,
         )
@@ -348,7 +348,7 @@ def _weighting(routing: Routing) -> _Weighting:
     return _Weighting.RENORMALIZED if routing.renormalize else _Weighting.PROBABILITIES
 
 
-def _choice(weighting: _Weighting, mixture: Mixture) -> dict[str, Any]:
+def _route_arguments(weighting: _Weighting, mixture: Mixture) -> dict[str, Any]:
     """Return the arguments of moe.cuh's `route` that do not depend on tokens."""
     return {
         "weighting": weighting,
@@ -364,7 +364,7 @@ def _product_arguments(weighting: _Weighting, mixture: Mixture, plan: _Plan | No
     return {
         "alpha": 0.0 if clamped is None else clamped.alpha,
         "limit": 0.0 if clamped is None else clamped.limit,
-        **_choice(weighting, mixture),
+        **_route_arguments(weighting, mixture),
         "order": None if plan is None else plan.order,
         "tiles": None if plan is None else plan.tiles,
         "tile_count": None if plan is None else plan.tile_count,

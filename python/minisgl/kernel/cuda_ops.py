@@ -358,7 +358,7 @@ class CudaOps:
         mixture = Mixture(w13, w2, len(w13), Routing(experts.shape[1], renormalize=False))
         if not self.moe_graph_safe(mixture):
             return self._torch.moe_chosen(x, weights, experts, w13, w2)
-        return self._moe.chosen(x, weights, experts, mixture)
+        return self._moe.mix_chosen(x, weights, experts, mixture)
 
     def merges_shared(self, tokens: int, mixture: Mixture, /) -> bool:
         return self._moe.merges_shared(tokens, mixture)
