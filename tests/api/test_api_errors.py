@@ -16,7 +16,7 @@ from fake_engine import LIMITS
 
 from minisgl.message.to_tokenizer import Generate
 from minisgl.server.api.bodies.route_bodies import ChatBody
-from minisgl.server.api.routes.endpoint import MAX_LOGGED, UNKNOWN_FIELD, LogOnce
+from minisgl.server.api.routes.service import MAX_LOGGED, UNKNOWN_FIELD, LogOnce
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -361,7 +361,7 @@ def test_clients_do_not_retry_permanent_errors(server: RunningServer, monkeypatc
         calls.append(1)
         raise RuntimeError
 
-    monkeypatch.setattr("minisgl.server.api.routes.endpoint.read_fields", broken)
+    monkeypatch.setattr("minisgl.server.api.routes.service.read_fields", broken)
     with pytest.raises(openai.InternalServerError):
         server.sdk.with_options(max_retries=3).completions.create(model=MODEL, prompt="x")
     assert len(calls) == 1
@@ -434,7 +434,7 @@ def test_internal_error_hides_internals(
     def broken(*_args: object) -> None:
         raise RuntimeError("secret detail")
 
-    monkeypatch.setattr("minisgl.server.api.routes.endpoint.read_fields", broken)
+    monkeypatch.setattr("minisgl.server.api.routes.service.read_fields", broken)
     response = server.post(CHAT, json={"messages": HELLO})
     assert "secret" not in response.text
     assert check_error(response, 500, None)["type"] == "server_error"

@@ -30,7 +30,7 @@ from minisgl.server.api.bodies.route_bodies import (
 )
 from minisgl.server.api.openapi import body_example, declaration_of, openapi_document
 from minisgl.server.api.responses.body import ResponsesBody
-from minisgl.server.api.routes.endpoint import Service
+from minisgl.server.api.routes.service import Service
 
 OWN = {"/openapi.json", "/docs", "/redoc", "/docs/{file}", "/", "/guide/{page}"}  # pages for people are not in it
 ROUTES: dict[type[Body], str] = {

@@ -15,7 +15,7 @@ from minisgl.server.api.answers.sglang import RENAMED
 from minisgl.server.api.app import TOPICS
 from minisgl.server.api.bodies.request_body import Body
 from minisgl.server.api.bodies.route_bodies import ChatBody, CompletionBody, SglangBody
-from minisgl.server.api.routes.endpoint import Service
+from minisgl.server.api.routes.service import Service
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ["from-vllm.md", "from-sglang.md"]

@@ -25,7 +25,7 @@ from minisgl.server.api.openapi import openapi_document
 from minisgl.server.api.requests.engine_client import EngineClient, Heartbeat
 from minisgl.server.api.responses.store import ResponseStore
 from minisgl.server.api.routes.docs import DocsRoutes
-from minisgl.server.api.routes.endpoint import Routes, Service
+from minisgl.server.api.routes.endpoint import Routes
 from minisgl.server.api.routes.generation import GenerationRoutes
 from minisgl.server.api.routes.glass_box import GlassBoxRoutes
 from minisgl.server.api.routes.loads import LoadRoutes
@@ -34,6 +34,7 @@ from minisgl.server.api.routes.models import ModelRoutes, TokenRoutes
 from minisgl.server.api.routes.operations import ControlRoutes, StatusRoutes
 from minisgl.server.api.routes.pooling import PoolingRoutes
 from minisgl.server.api.routes.responses import ResponsesRoutes
+from minisgl.server.api.routes.service import Service
 
 TOPICS: dict[str, type[Routes]] = {
     "generation": GenerationRoutes,

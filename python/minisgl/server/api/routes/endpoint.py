@@ -1,46 +1,25 @@
-"""Declaration of a route, from which its entry in the OpenAPI document is made, and the service that all routes use."""
+"""Declaration of a route, from which its entry in the OpenAPI document is made."""
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-import logging
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Set
-from dataclasses import dataclass, field
-from itertools import islice
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from minisgl.config import ServerConfig
-from minisgl.limits import Limits
-from minisgl.parsers.parser_choice import NONE, Parsers
-from minisgl.pooling.pooling_config import NO_TEXT
-from minisgl.server.api.answers.answer import Answer, Writer
-from minisgl.server.api.bodies.read_body import MAX_ITEMS, B, check_numbers, read_body, read_fields, validate
-from minisgl.server.api.bodies.request_body import Body, RequestBody
-from minisgl.server.api.bodies.tools import ToolUse
-from minisgl.server.api.http.errors import ApiError, ErrorBody, model_not_found
-from minisgl.server.api.http.gates import client_of
-from minisgl.server.api.http.middleware import request_id_of
-from minisgl.server.api.metrics import EngineLoad
-from minisgl.server.api.requests.engine_client import EngineClient, Heartbeat
-from minisgl.server.api.requests.open_request import Job
-from minisgl.server.api.responses.store import ResponseStore
-
-logger = logging.getLogger(__name__)
+from minisgl.server.api.bodies.request_body import Body
+from minisgl.server.api.http.errors import ErrorBody
+from minisgl.server.api.routes.service import Service
 
 Handler = Callable[[Request], Awaitable[Any]]  # returns a Response or another ASGI application
 Json = dict[str, Any]
 
 TOKENIZER_TIMEOUT = 60.0  # seconds, because a tokenizer worker may have other requests to answer first
-MAX_LOGGED = 100  # names that a `LogOnce` logs
-UNKNOWN_FIELD = "requests have the unknown field %.80r; it has no effect"
-IGNORED_TYPE = "requests have tools of the type %.80r, which are passed over: only functions are known"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,101 +55,6 @@ class Endpoint:
     def summary(self) -> str:
         """First sentence of the handler's docstring."""
         return (inspect.getdoc(self.handler) or "").partition("\n")[0].partition(". ")[0].rstrip(".")
-
-
-class LogOnce:
-    """Logs a text with each new name once, for at most MAX_LOGGED names."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._logged: set[str] = set()
-
-    def log(self, names: Set[str]) -> None:
-        for name in islice(names - self._logged, MAX_LOGGED - len(self._logged)):
-            self._logged.add(name)
-            logger.warning(self._text, name)
-
-
-class IgnoredTools:
-    """Logs once which types of tools are ignored, and once that the model has no known form of tool calls."""
-
-    def __init__(self) -> None:
-        self._logged = False
-        self._types = LogOnce(IGNORED_TYPE)
-
-    def log(self, use: ToolUse, parsers: Parsers) -> None:
-        self._types.log(use.passed_over)
-        if self._logged or not use.schemas or use.required or parsers.tool_calls != NONE:
-            return
-        self._logged = True
-        logger.warning(
-            "tools with tool_choice auto are ignored: the model's chat template shows no known form of tool calls "
-            "(--tool-call-parser names one); a call that tool_choice demands is enforced in plain JSON"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Service:
-    """Everything that the routes share: the engine, the configuration, and how requests are parsed and answered."""
-
-    client: EngineClient
-    heartbeat: Heartbeat
-    config: ServerConfig
-    limits: Limits
-    parsers: Parsers
-    responses: ResponseStore | None = None  # store of /v1/responses, if there is one
-    created: int = field(default_factory=lambda: int(time.time()))
-    unknown_fields: LogOnce = field(default_factory=lambda: LogOnce(UNKNOWN_FIELD))
-    ignored_tools: IgnoredTools = field(default_factory=IgnoredTools)
-
-    async def parse(self, request: Request, model: type[B]) -> B:
-        """Return the request's body, or ApiError."""
-        return await self.validate(await self.fields(request), model)
-
-    async def fields(self, request: Request) -> dict[str, Any]:
-        """Return the fields of the request's body, not yet validated; ApiError if it is no JSON object."""
-        http = self.config.http
-        max_items = max(MAX_ITEMS, self.limits.max_seq_len)  # a prompt of ids may fill the context
-        fields = read_fields(await read_body(request, http.max_body_bytes, max_items, http.receive_timeout))
-        await asyncio.sleep(0)  # each of these calls takes long for a large body: others get their turn
-        check_numbers(fields)
-        await asyncio.sleep(0)
-        return fields
-
-    async def validate(self, fields: dict[str, Any], model: type[B]) -> B:
-        """Return the body made of these fields; ApiError or InvalidRequest naming the field that is wrong."""
-        body = validate(self._defaults_of(model) | fields, model, self.limits)
-        self.unknown_fields.log(fields.keys() - model.known_fields())
-        if body.model is not None:
-            self.check_model(body.model)
-        await asyncio.sleep(0)
-        return body
-
-    def _defaults_of(self, model: type[Body]) -> dict[str, Any]:
-        """Return the values of the model's generation_config.json for fields that a body leaves out."""
-        return self.config.sampling_defaults.fields if issubclass(model, RequestBody) else {}
-
-    def load(self) -> EngineLoad:
-        """Return the engine's load at the last heartbeat."""
-        counts = self.heartbeat.counts.get("scheduler-0", {})
-        return EngineLoad.of(counts, self.config.engine.page_size, self.heartbeat.generation_rate)
-
-    def answer(
-        self, request: Request, job: Job, writer: Writer, *, stream: bool, names: tuple[str, ...] = ()
-    ) -> Answer:
-        """Return the answer that submits a job; `names` are the client's own ids of it, for /abort.
-
-        ApiError if the job asks for text and the model generates none.
-        """
-        if self.config.pooling is not None and not job.pools:
-            raise ApiError(400, NO_TEXT, code="model_not_supported")
-        job = msgspec.structs.replace(job, client=client_of(request))
-        return Answer(self.client, job, writer, stream=stream, names=(request_id_of(request), *names))
-
-    def check_model(self, name: str) -> None:
-        """Raise ApiError if it is not one of the model's names."""
-        if name not in self.config.model_names:
-            raise model_not_found(name)
 
 
 class Routes(ABC):

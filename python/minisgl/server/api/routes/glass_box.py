@@ -27,7 +27,8 @@ from minisgl.message.engine_state import EngineState, StateReport, StateRequest,
 from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.metrics import EngineLoad, Histogram
 from minisgl.server.api.requests.engine_client import EngineClient, Heartbeat
-from minisgl.server.api.routes.endpoint import Endpoint, Routes, Service, json_response
+from minisgl.server.api.routes.endpoint import Endpoint, Routes, json_response
+from minisgl.server.api.routes.service import Service
 
 UI = Path(minisgl.__file__).parent / "ui"
 INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)

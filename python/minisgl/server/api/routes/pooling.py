@@ -37,7 +37,8 @@ from minisgl.server.api.pooling.bodies import (
     document_text,
 )
 from minisgl.server.api.requests.open_request import Job
-from minisgl.server.api.routes.endpoint import Endpoint, Handler, Routes, Service
+from minisgl.server.api.routes.endpoint import Endpoint, Handler, Routes
+from minisgl.server.api.routes.service import Service
 
 _PLURALS = {"embedding": "embeddings", "classes": "classes or scores"}
 _ROUTES = {"embedding": "/v1/embeddings, /score or /rerank", "classes": "/classify, /score or /rerank"}

@@ -19,7 +19,8 @@ from minisgl.server.api.responses.body import ResponsesBody
 from minisgl.server.api.responses.history import History, ItemList
 from minisgl.server.api.responses.job import PreparedResponse, prepare_response, truncate_to_fit
 from minisgl.server.api.responses.writer import Response, ResponsesWriter, StreamEvent
-from minisgl.server.api.routes.endpoint import TOKENIZER_TIMEOUT, Endpoint, Routes, Service, json_response
+from minisgl.server.api.routes.endpoint import TOKENIZER_TIMEOUT, Endpoint, Routes, json_response
+from minisgl.server.api.routes.service import Service
 
 PATH = "/v1/responses"
 ONE = PATH + "/{response_id}"
