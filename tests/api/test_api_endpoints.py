@@ -120,7 +120,7 @@ def test_bad_tokenize(server: RunningServer, body: dict[str, Any], status: int, 
 
 
 def test_a_tokenizer_that_is_silent(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minisgl.server.api.routes.models.TOKENIZER_TIMEOUT", 0.1)
+    monkeypatch.setattr("minisgl.server.api.routes.service.TOKENIZER_TIMEOUT", 0.1)
     response = server.post("/tokenize", json={"prompt": "silent"})
     assert response.status_code == 503
     assert response.headers["retry-after"]

@@ -19,8 +19,6 @@ from minisgl.server.api.routes.service import Service
 Handler = Callable[[Request], Awaitable[Any]]  # returns a Response or another ASGI application
 Json = dict[str, Any]
 
-TOKENIZER_TIMEOUT = 60.0  # seconds, because a tokenizer worker may have other requests to answer first
-
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:

@@ -20,7 +20,7 @@ from minisgl.server.api.anthropic.writer import AnthropicMessage, MessagesWriter
 from minisgl.server.api.bodies.conversation import template_messages
 from minisgl.server.api.http.errors import AnthropicErrorBody
 from minisgl.server.api.http.middleware import request_id_of
-from minisgl.server.api.routes.endpoint import TOKENIZER_TIMEOUT, Endpoint, Routes, json_response
+from minisgl.server.api.routes.endpoint import Endpoint, Routes, json_response
 
 
 class MessagesRoutes(Routes):
@@ -53,5 +53,5 @@ class MessagesRoutes(Routes):
         use = messages_tools(asked.tools, asked.tool_choice)
         body = chat_body(asked, service.limits, {})
         prompt = body.chat_prompt(use, template_messages(body.messages))
-        reply = await service.client.ask(lambda query_id: Encode(query_id, prompt), Encoded, TOKENIZER_TIMEOUT)
+        reply = await service.ask_tokenizer(lambda query_id: Encode(query_id, prompt), Encoded)
         return json_response(TokenCount(num_ids(reply.ids)))

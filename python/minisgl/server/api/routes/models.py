@@ -16,7 +16,7 @@ from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.bodies.conversation import template_messages
 from minisgl.server.api.bodies.plain_prompts import checked_ids
 from minisgl.server.api.bodies.route_bodies import DetokenizeBody, TokenizeBody
-from minisgl.server.api.routes.endpoint import TOKENIZER_TIMEOUT, Endpoint, Routes, json_response
+from minisgl.server.api.routes.endpoint import Endpoint, Routes, json_response
 
 
 class ModelCard(msgspec.Struct, frozen=True, tag_field="object", tag="model"):
@@ -91,8 +91,8 @@ class TokenRoutes(Routes):
         """Return the token ids of a text or a conversation."""
         body = await self._service.parse(request, TokenizeBody)
         prompt = tokenize_prompt(body)
-        reply = await self._service.client.ask(
-            lambda query_id: Encode(query_id, prompt, body.return_token_strs), Encoded, TOKENIZER_TIMEOUT
+        reply = await self._service.ask_tokenizer(
+            lambda query_id: Encode(query_id, prompt, body.return_token_strs), Encoded
         )
         ids = unpack_ids(reply.ids).tolist()
         return json_response(Tokenized(len(ids), self._service.limits.max_seq_len, ids, reply.strings))
@@ -101,12 +101,12 @@ class TokenRoutes(Routes):
         """Return the text of token ids."""
         body = await self._service.parse(request, DetokenizeBody)
         ids = pack_ids(checked_ids(body.tokens, self._service.limits, "tokens"))
-        reply = await self._service.client.ask(lambda query_id: Decode(query_id, ids), Decoded, TOKENIZER_TIMEOUT)
+        reply = await self._service.ask_tokenizer(lambda query_id: Decode(query_id, ids), Decoded)
         return json_response(Detokenized(reply.text))
 
     async def tokenizer_info(self, _request: Request) -> Response:
         """Return the tokenizer's configuration in the model folder, chat template included."""
-        reply = await self._service.client.ask(Describe, Described, TOKENIZER_TIMEOUT)
+        reply = await self._service.ask_tokenizer(Describe, Described)
         return json_response(reply.config)
 
 

@@ -19,7 +19,7 @@ from minisgl.server.api.responses.body import ResponsesBody
 from minisgl.server.api.responses.history import History, ItemList
 from minisgl.server.api.responses.job import PreparedResponse, prepare_response, truncate_to_fit
 from minisgl.server.api.responses.writer import Response, ResponsesWriter, StreamEvent
-from minisgl.server.api.routes.endpoint import TOKENIZER_TIMEOUT, Endpoint, Routes, json_response
+from minisgl.server.api.routes.endpoint import Endpoint, Routes, json_response
 from minisgl.server.api.routes.service import Service
 
 PATH = "/v1/responses"
@@ -118,8 +118,7 @@ class ResponsesRoutes(Routes):
     async def _count(self, prompt: ChatPrompt) -> int | None:
         """Return a prompt's number of tokens; None if the tokenizer refuses it, for instance as too long."""
         try:
-            ask = self._service.client.ask
-            encoded = await ask(lambda query_id: Encode(query_id, prompt), Encoded, TOKENIZER_TIMEOUT)
+            encoded = await self._service.ask_tokenizer(lambda query_id: Encode(query_id, prompt), Encoded)
         except ApiError as error:
             if error.status != 400:
                 raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -15,6 +15,7 @@ from starlette.requests import Request
 
 from minisgl.config import ServerConfig
 from minisgl.limits import Limits
+from minisgl.message.to_tokenizer import Query
 from minisgl.parsers.parser_choice import NONE, Parsers
 from minisgl.pooling.pooling_config import NO_TEXT
 from minisgl.server.api.answers.answer import Answer, Writer
@@ -27,10 +28,12 @@ from minisgl.server.api.http.middleware import request_id_of
 from minisgl.server.api.metrics import EngineLoad
 from minisgl.server.api.requests.engine_client import EngineClient, Heartbeat
 from minisgl.server.api.requests.open_request import Job
+from minisgl.server.api.requests.queries import R
 from minisgl.server.api.responses.store import ResponseStore
 
 logger = logging.getLogger(__name__)
 
+TOKENIZER_TIMEOUT = 60.0  # seconds, because a tokenizer worker may have other requests to answer first
 MAX_LOGGED = 100  # names that a `LogOnce` logs
 UNKNOWN_FIELD = "requests have the unknown field %.80r; it has no effect"
 IGNORED_TYPE = "requests have tools of the type %.80r, which are passed over: only functions are known"
@@ -124,6 +127,10 @@ class Service:
             raise ApiError(400, NO_TEXT, code="model_not_supported")
         job = msgspec.structs.replace(job, client=client_of(request))
         return Answer(self.client, job, writer, stream=stream, names=(request_id_of(request), *names))
+
+    async def ask_tokenizer(self, query: Callable[[int], Query], answer_type: type[R]) -> R:
+        """Return a tokenizer worker's answer to a query, as EngineClient.ask does."""
+        return await self.client.ask(query, answer_type, TOKENIZER_TIMEOUT)
 
     def check_model(self, name: str) -> None:
         """Raise ApiError if it is not one of the model's names."""
