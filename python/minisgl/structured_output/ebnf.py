@@ -8,6 +8,8 @@ GBNF has no lexer; llguidance has one, which is greedy: among the terminals that
 So every part without recursion becomes one terminal, as large as possible: a grammar without recursion becomes one
 regular expression, which is exact. Between the terminals of a recursive rule the lexer remains greedy: in
 `x ::= y "a"` with `y ::= "(" x ")" | [a-z]+` the letters take every "a" that directly follows them.
+
+llguidance's own converter, gbnf_to_lark, is not used: with 1.9 no grammar that has an escape like \u0041 compiles.
 """
 
 from __future__ import annotations
