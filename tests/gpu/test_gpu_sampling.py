@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from minisgl import LLM, SamplingParams
-from minisgl.llm.llm import Completion
+from minisgl.llm.completion import Completion
 from support.small_models import save_qwen3
 
 pytestmark = pytest.mark.gpu

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from minisgl.llm import LLM
-from minisgl.llm.llm import Completion
+from minisgl.llm.completion import Completion
 from minisgl.models.hub import demo_folder
 from minisgl.sampling_params import Grammar, InvalidRequest, SamplingParams
 from models.tiny import make_model

@@ -5,7 +5,6 @@ The parameters are those of Mini-SGLang's LLM, so that programs written for it r
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -14,17 +13,16 @@ from contextlib import contextmanager, suppress
 from inspect import Signature
 from typing import Any, ClassVar
 
-import msgspec
 import numpy as np
 import torch
 
-from minisgl.config import SamplingDefaults, ServerConfig
+from minisgl.config import ServerConfig
 from minisgl.core import Int32Array
 from minisgl.engine.device import join_ranks
 from minisgl.engine.engine import Engine
-from minisgl.llm.completion import Completion as Completion
-from minisgl.llm.completion import OutputCollector
+from minisgl.llm.completion import Completion, OutputCollector
 from minisgl.llm.keywords import read_settings, signature
+from minisgl.llm.params import default_params, resolve_params
 from minisgl.llm.rank_processes import RankLost, RankProcesses
 from minisgl.message.control import Progress
 from minisgl.message.to_tokenizer import PairPrompt
@@ -41,16 +39,13 @@ from minisgl.seeds import choice_seed, random_seed
 from minisgl.structured_output.matcher import GrammarMatchers
 from minisgl.structured_output.translate import named_tokens
 from minisgl.structured_output.validator import GrammarValidator
-from minisgl.tokenizer.admission import check_vocabulary, resolve_bad_words
+from minisgl.tokenizer.admission import check_vocabulary
 from minisgl.tokenizer.decoder_choice import make_decoder
 from minisgl.tokenizer.detokenizer import Detokenizer
 from minisgl.tokenizer.pairs import encode_pair
 from minisgl.tokenizer.text import TextTokenizer
 
-logger = logging.getLogger(__name__)
-
 _STEPS_TO_REST = 4  # more steps than can be in flight
-_TUPLES = ("stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words")
 
 Prompt = str | Sequence[int]
 Message = dict[str, Any]
@@ -84,7 +79,7 @@ class LLM:
         config = server.engine
         model_config = load_engine_model(folder, config)
         self._pooling = pooling = model_config.pooling
-        self._default_params = _default_params(load_sampling_defaults(source.generation_config, folder))
+        self._default_params = default_params(load_sampling_defaults(source.generation_config, folder))
         self.phases: dict[str, float] = {}  # seconds of each phase of the start
         with self._phase("load tokenizer"):
             self.tokenizer = TextTokenizer.from_folder(
@@ -310,23 +305,7 @@ class LLM:
             params = [params or self._default_params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(params)} sampling parameters")
-        limits = self._engine.limits
-        resolved = []
-        num_clipped = 0
-        for ids, one in zip(prompts, params, strict=True):
-            one = _with_tuples(one)
-            one.validate(limits)
-            if one.grammar is not None:
-                one = msgspec.structs.replace(one, grammar=self._validator.validate(one.grammar, "grammar"))
-            room = room_for_output(len(ids), one.max_tokens, limits)
-            max_tokens = room if one.max_tokens is None else min(one.max_tokens, room)
-            num_clipped += one.max_tokens is not None and one.max_tokens > room
-            resolved.append(resolve_bad_words(one.with_max_tokens(max_tokens), self.tokenizer, limits.vocab_size))
-        if num_clipped:
-            logger.warning(
-                "max_tokens is clipped for %d of %d prompts: %s", num_clipped, len(prompts), limits.context_limit
-            )
-        return resolved
+        return resolve_params(params, prompts, self._engine.limits, self.tokenizer, self._validator)
 
     def _run(
         self, prompts: list[Int32Array], params: list[SamplingParams], use_tqdm: bool, *, continues: bool
@@ -391,19 +370,3 @@ class LLM:
 def _stacked(rows: list[Float32Array], width: int) -> Float32Array:
     """Return the rows as one array [n, width]; n may be 0."""
     return np.stack(rows) if rows else np.empty((0, width), dtype=np.float32)
-
-
-def _default_params(defaults: SamplingDefaults) -> SamplingParams:
-    """Return the parameters of a call that gives none: the model's defaults, as in vLLM, else SamplingParams'."""
-    params = SamplingParams(**defaults.fields)
-    return params if defaults.max_new_tokens is None else params.with_max_tokens(defaults.max_new_tokens)
-
-
-def _with_tuples(params: SamplingParams) -> SamplingParams:
-    """Return the parameters with lists replaced by tuples."""
-    given = {name: getattr(params, name) for name in _TUPLES}
-    for name, value in given.items():
-        if isinstance(value, str):
-            raise InvalidRequest(name, f"{name} must be a list, not a text")
-    lists = {name: tuple(value) for name, value in given.items() if value is not None and not isinstance(value, tuple)}
-    return msgspec.structs.replace(params, **lists) if lists else params

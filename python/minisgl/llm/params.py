@@ -1,0 +1,62 @@
+"""Sampling parameters of a call: the model's defaults, and what a caller gave, validated and complete."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import msgspec
+
+from minisgl.config import SamplingDefaults
+from minisgl.core import Int32Array
+from minisgl.limits import Limits
+from minisgl.sampling_params import InvalidRequest, SamplingParams, room_for_output
+from minisgl.structured_output.validator import GrammarValidator
+from minisgl.tokenizer.admission import resolve_bad_words
+from minisgl.tokenizer.text import TextTokenizer
+
+logger = logging.getLogger(__name__)
+
+_TUPLES = ("stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words")
+
+
+def default_params(defaults: SamplingDefaults) -> SamplingParams:
+    """Return the parameters of a call that gives none: the model's defaults, as in vLLM, else SamplingParams'."""
+    params = SamplingParams(**defaults.fields)
+    return params if defaults.max_new_tokens is None else params.with_max_tokens(defaults.max_new_tokens)
+
+
+def resolve_params(
+    params: Sequence[SamplingParams],
+    prompts: Sequence[Int32Array],
+    limits: Limits,
+    tokenizer: TextTokenizer,
+    validator: GrammarValidator,
+) -> list[SamplingParams]:
+    """Return each prompt's parameters, validated and with max_tokens resolved; InvalidRequest for the first bad one."""
+    resolved = []
+    num_clipped = 0
+    for ids, one in zip(prompts, params, strict=True):
+        one = _with_tuples(one)
+        one.validate(limits)
+        if one.grammar is not None:
+            one = msgspec.structs.replace(one, grammar=validator.validate(one.grammar, "grammar"))
+        room = room_for_output(len(ids), one.max_tokens, limits)
+        max_tokens = room if one.max_tokens is None else min(one.max_tokens, room)
+        num_clipped += one.max_tokens is not None and one.max_tokens > room
+        resolved.append(resolve_bad_words(one.with_max_tokens(max_tokens), tokenizer, limits.vocab_size))
+    if num_clipped:
+        logger.warning(
+            "max_tokens is clipped for %d of %d prompts: %s", num_clipped, len(prompts), limits.context_limit
+        )
+    return resolved
+
+
+def _with_tuples(params: SamplingParams) -> SamplingParams:
+    """Return the parameters with lists replaced by tuples."""
+    given = {name: getattr(params, name) for name in _TUPLES}
+    for name, value in given.items():
+        if isinstance(value, str):
+            raise InvalidRequest(name, f"{name} must be a list, not a text")
+    lists = {name: tuple(value) for name, value in given.items() if value is not None and not isinstance(value, tuple)}
+    return msgspec.structs.replace(params, **lists) if lists else params
