@@ -25,6 +25,7 @@ from minisgl.message.control import Drain, Drained, Failed, Phase, Progress, Rea
 from minisgl.process.child import Child, start_worker
 from minisgl.process.hang_watch import RankWatch
 from minisgl.process.machine import cpu_environment, make_run_dir
+from minisgl.process.signal_socket import SignalSocket
 from minisgl.shell.shell_process import ShellProcess, origin
 
 logger = logging.getLogger(__name__)
@@ -42,41 +43,6 @@ KILL_SECONDS = 0.3  # from there until workers that still run are killed
 TEARDOWN_SECONDS = 3.0
 # A second SIGTERM within this time is a duplicate: timeout(1) signals its child, then the child's group.
 REPEAT_SECONDS = 0.5
-
-
-class SignalSocket:
-    """SIGINT, SIGTERM and SIGHUP as bytes on a socket, for a selector that waits for other sources too.
-
-    A handler that raises is not enough: the interrupted code may catch the exception, as logging does, and Python runs
-    the handler of a signal that arrives just before a wait only after that wait. Must be created in the main thread.
-    """
-
-    def __init__(self) -> None:
-        self._ours, self._python = socket.socketpair()
-        for end in (self._ours, self._python):
-            end.setblocking(False)
-        signal.set_wakeup_fd(self._python.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue  # started by nohup
-            # Not SIG_IGN, which child processes would inherit.
-            signal.signal(number, lambda _number, _frame: None)
-
-    def fileno(self) -> int:
-        return self._ours.fileno()
-
-    def receive(self) -> set[int]:
-        """Return the numbers of the signals that came since the last call."""
-        try:
-            return set(self._ours.recv(4096))
-        except BlockingIOError:
-            return set()
-
-    def close(self) -> None:
-        """Ignore these signals from now on."""
-        signal.set_wakeup_fd(-1)
-        self._ours.close()
-        self._python.close()
 
 
 class WorkerFailed(Exception):
