@@ -49,7 +49,7 @@ class SchedulerServer:
         self._inbox = inbox
         self._detokenizer = detokenizer
         self._kv_publisher = kv_publisher
-        self._inspected = 0.0  # seconds of `perf_counter`
+        self._asked_at = 0.0  # `perf_counter` at the last StateRequest
 
     def run_forever(self) -> None:
         while True:
@@ -85,7 +85,7 @@ class SchedulerServer:
             case StatsRequest():
                 counts = ProcessCounts("scheduler-0", self._scheduler.counts())
                 self._detokenizer.send(StatsReport(message.query_id, [*message.counts, counts]))
-                if self._loop.trace is not None and perf_counter() - self._inspected > WATCH_SECONDS:
+                if self._loop.trace is not None and perf_counter() - self._asked_at > WATCH_SECONDS:
                     self._loop.trace = None
             case StateRequest():
                 self._detokenizer.send(StateReport(message.query_id, self._state(message.since)))
@@ -95,10 +95,10 @@ class SchedulerServer:
     def _state(self, since: int) -> EngineState:
         """Return the state with the steps after number `since`, and record steps from now on."""
         loop, scheduler = self._loop, self._scheduler
-        self._inspected = perf_counter()
+        self._asked_at = perf_counter()
         loop.trace = loop.trace or StepTrace()
         return EngineState(
-            time=self._inspected,
+            time=self._asked_at,
             counts=scheduler.counts(),
             sequences=scheduler.sequences(MAX_SEQUENCES),
             nodes=scheduler.tree(MAX_NODES),
