@@ -30,7 +30,7 @@ CHAT_TEMPLATE = """\
 
 def save_unicode_tokenizer(folder: Path) -> int:
     """Write the tokenizer's files; return the number of its tokens."""
-    written = dict(zip(range(256), _byte_characters(), strict=True))
+    written = dict(zip(range(256), byte_characters(), strict=True))
     vocab = {character: byte for byte, character in written.items()}
     merges: list[tuple[str, str]] = []
     texts = [start + word for word in ENGLISH.split() for start in ("", " ")]
@@ -60,7 +60,7 @@ def save_unicode_tokenizer(folder: Path) -> int:
     return tokenizer.get_vocab_size()
 
 
-def _byte_characters() -> list[str]:
+def byte_characters() -> list[str]:
     """Return how byte-level vocabularies write each byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))

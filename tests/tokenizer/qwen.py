@@ -21,6 +21,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from support.unicode_tokenizer import byte_characters
+
 PACKAGE = "dashscope==2.0.2"
 MEMBER = "dashscope/resources/qwen.tiktoken"
 SHA256 = "b2b1b8dfb5cc5f024bafc373121c6aba3f66f9a5a0269e243470a1de16a33186"
@@ -108,7 +110,7 @@ def _download(scratch: Path) -> dict[bytes, int]:
 
 
 def _write(ranks: dict[bytes, int], folder: Path) -> None:
-    written = _byte_characters()
+    written = byte_characters()
     name = {token: "".join(written[byte] for byte in token) for token in ranks}
     by_rank = sorted((token for token in ranks if len(token) > 1), key=ranks.__getitem__)
     merges = [tuple(name[part] for part in _last_merge(token, ranks)) for token in by_rank]
@@ -133,13 +135,6 @@ def _write(ranks: dict[bytes, int], folder: Path) -> None:
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [151645, 151643]}, indent=2))
-
-
-def _byte_characters() -> list[str]:
-    """Return the character by which byte-level vocabularies write each byte."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
 def _last_merge(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
