@@ -21,11 +21,9 @@ from minisgl.server.api.pooling.answers import (
     VectorWriter,
     classified,
     list_writer,
-    pairs_job,
     ranked,
     scores_of,
     values_of,
-    vectors_job,
 )
 from minisgl.server.api.pooling.bodies import (
     ClassifyBody,
@@ -36,6 +34,7 @@ from minisgl.server.api.pooling.bodies import (
     ScoreBody,
     document_text,
 )
+from minisgl.server.api.pooling.jobs import pairs_job, vectors_job
 from minisgl.server.api.requests.open_request import Job
 from minisgl.server.api.routes.endpoint import Endpoint, Handler, Routes
 from minisgl.server.api.routes.service import Service
