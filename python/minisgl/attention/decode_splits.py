@@ -77,8 +77,8 @@ def decode_splits(
     """Return the fastest launch parameters for `units`: rows times KV heads, times two for heads of 512 dimensions.
 
     The parameters were measured on the 132 multiprocessors of an H200, and of an H100 (`slow_memory`), where few rows
-    are faster with fewer and smaller clusters (docs/log.md). Not measured: heads of 512 dimensions, spare clusters that
-    begin first with heads of 64 or on an H100, and steps of few rows that are cut from 2,048 tokens on.
+    are faster with fewer and smaller clusters (docs/log.md). Not measured: heads of 512 dimensions, and on an H100 or
+    with heads of 64 spare clusters that begin first and few rows that are cut from 2,048 tokens on.
 
     Few rows are divided among all multiprocessors by clusters. Longer rows are cut, and spare clusters take the further
     splits. From a quarter as many units as multiprocessors on, rows of up to 2,048 tokens stay whole. With more units
