@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from minisgl.core import Batch, Int32Array
 
+# A step that takes the device less than so many times as long as its launches took the host may have waited for them.
+LAUNCH_MARGIN = 1.25
 _LATEST_WEIGHT = 0.2  # of the latest step in the mean ratio, once there have been some
 
 
@@ -27,6 +29,7 @@ class StepCost:
     fixed: float = 0.0  # for each step with chunks
     alone_row: float = 0.0  # for each decode of a step without chunks
     alone_fixed: float = math.inf  # for each step without chunks; infinite where it was not measured
+    launching: float = 0.0  # of the host's launches of a step with chunks; 0 if graphs hold all shorter steps
 
     def prefill(self, start_pos: int, length: int) -> float:
         """Return the seconds of a chunk of `length` tokens after `start_pos` others, without the fixed part."""
@@ -103,11 +106,15 @@ class LearnedCost:
         return self.ratio * decodes * model.decode_row - of_decodes - reads_on
 
     def record(self, batch: Batch, seconds: float) -> None:
-        """Take a step's measured seconds; NaN, of a step that waited for the host's launches, is left out.
+        """Take a step's measured seconds; those of a step that waited for the host's launches are left out.
 
-        Such a step would take no less time with fewer tokens, so it must not make chunks smaller.
+        Such a step would take no less time with fewer tokens, so it must not make chunks smaller. Its seconds are NaN,
+        or hardly longer than the model's launches: within a sum over ranks a device also waits for the launches of
+        another rank, which its own host does not see.
         """
+        is_decode = int(batch.query_lens.max()) == 1
+        if not is_decode and seconds < LAUNCH_MARGIN * self.model.launching:
+            return
         modelled = self.model.seconds(batch)
         if seconds > 0 and math.isfinite(modelled):
-            ratio = self._alone if int(batch.query_lens.max()) == 1 else self._with_chunks
-            ratio.record(seconds, modelled)
+            (self._alone if is_decode else self._with_chunks).record(seconds, modelled)

@@ -103,6 +103,30 @@ def test_steps_that_wait_for_the_host_do_not_shrink_chunks() -> None:
     assert lengths(Mixed(cost, TARGET), remaining, 8192, start_pos)[-1] < at_first[-1] / 2
 
 
+def test_steps_as_short_as_their_launches_do_not_shrink_chunks() -> None:
+    """Within a sum over ranks the device waits for the launches of the slowest rank, which rank 0 cannot see."""
+    learned, batch = LearnedCost(dataclasses.replace(COST, launching=40e-3)), step([0] * 51, [1] * 50 + [500])
+    for seconds in (20e-3, 38e-3, 44e-3, 49e-3):
+        learned.record(batch, seconds)
+        assert learned.ratio == 1
+    learned.record(batch, 51e-3)
+    assert learned.ratio > 1
+    decode = step([1000], [1])
+    before = learned.decodes_alone(decode.start_pos)
+    learned.record(decode, 6e-3)  # graphs hold decodes
+    assert learned.decodes_alone(decode.start_pos) > before
+
+
+@pytest.mark.parametrize(("launching", "seconds"), [(0.0, TARGET), (20e-3, TARGET), (50e-3, 50e-3), (1.0, 2 * TARGET)])
+def test_prompts_get_the_time_that_launches_take_anyway(launching: float, seconds: float) -> None:
+    """Up to twice the target."""
+    policy = Mixed(LearnedCost(dataclasses.replace(COST, launching=launching)), TARGET)
+    start_pos = [1000] * 50 + [0]
+    query_lens = lengths(policy, [1] * 50 + [20_000], 8192, start_pos)
+    taken = COST.seconds(step(start_pos, query_lens))
+    assert taken <= seconds < taken + COST.prefill(8192, 256)  # one tile more would be too many
+
+
 def random_chunks(rng: random.Random) -> tuple[Chunks, StepCost, float, list[tuple[int, int]]]:
     unit = rng.choice([COST, TOKENS])
     room = rng.choice([0.1, 1.0, 40.0, 1000.0, 9999.5]) * unit.prefill_token
@@ -315,11 +339,15 @@ class Clock:
 class TimedDevice:
     """Runs steps one after another, each for `ratio` times what `cost` predicts.
 
-    With `tiles`, products beside decodes take as long as those of whole tiles.
+    With `tiles`, products beside decodes take as long as those of whole tiles. With `launching`, the host launches a
+    step with chunks for so long, and the step ends no sooner.
     """
 
-    def __init__(self, clock: Clock, ratio: float, tiles: bool = False, cost: StepCost = COST) -> None:
+    def __init__(
+        self, clock: Clock, ratio: float, tiles: bool = False, cost: StepCost = COST, launching: float = 0.0
+    ) -> None:
         self._clock, self._ratio, self._tiles, self._cost = clock, ratio, tiles, cost
+        self._launching = launching
         self.kinds = ""  # of the steps: chunks with "c", decodes with "d", both with "b"
         self._free_at = 0.0
         self.streaming: list[float] = []  # seconds of each step of decodes and a chunk
@@ -334,6 +362,9 @@ class TimedDevice:
             tile = 256 if batch.num_tokens >= 512 else 128
             seconds += self._ratio * COST.prefill_token * (-batch.num_tokens % tile)
         self._free_at = max(self._free_at, self._clock.now) + seconds
+        if batch.query_lens.max() > 1:
+            self._clock.now += self._launching
+            self._free_at = max(self._free_at, self._clock.now)
         if 1 < batch.query_lens.max() < batch.num_tokens:
             self.streaming.append(seconds)
             end, tile = int((batch.start_pos + batch.query_lens).max()), 256 if batch.num_tokens >= 384 else 128
@@ -460,6 +491,26 @@ def test_turns_make_a_closed_loop_shorter(ratio: float, overlap: bool) -> None:
     assert device.kinds.count("cd") > 200
     assert "cc" not in device.kinds
     assert "cb" not in device.kinds[1:]  # nobody decodes in the first step
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_burst_beside_slow_launches_ends_about_as_soon_as_with_prefill_first(overlap: bool) -> None:
+    """Launches of a step with chunks take longer than the target, so that every such step takes 40 ms."""
+    launching, ends = 40e-3, []
+    for batch_policy in ("prefill-first", "mixed"):
+        rng, clock = random.Random(8), Clock()
+        device = TimedDevice(clock, 1.0, launching=launching)
+        config = SchedulerConfig(schedule_policy="sjf", batch_policy=batch_policy)  # type: ignore[arg-type]
+        cost = dataclasses.replace(COST, launching=launching)
+        scheduler, loop = timed_loop(config, clock, device, num_slots=150, overlap=overlap, cost=cost)
+        for seq_id in range(150):
+            prompt = np.random.default_rng(seq_id).integers(10, 1000, int(rng.lognormvariate(7, 1)) + 2, dtype=np.int32)
+            scheduler.add(seq_id, prompt, SamplingParams(max_tokens=rng.randint(50, 600), ignore_eos=True), seed=0)
+        while loop.has_work:
+            loop.step()
+        ends.append(clock.now)
+    assert len(device.streaming) > 50
+    assert ends[1] < 1.1 * ends[0]
 
 
 def test_one_slow_step_changes_little() -> None:

@@ -68,7 +68,7 @@ class Engine:
         self.num_slots, self.num_snapshots = parts.num_slots, parts.num_snapshots
         sizes = self._graph_sizes(config, parts, phase, context_len, max_prefill_tokens)
         parts = self._with_sharded_logits(parts, sizes, model)
-        needs, sizes = self._measure_needs(parts, sizes, phase, context_len, max_prefill_tokens)
+        needs, sizes, launching = self._measure_needs(parts, sizes, phase, context_len, max_prefill_tokens)
         with phase("allocate the KV cache"):
             layout = parts.attention.kv_layout
             self.num_pages, num_window_pages = self._pool_size(config, layout, needs, context_len, max_prefill_tokens)
@@ -87,7 +87,7 @@ class Engine:
         # Output of the forward whose sampling has not been launched yet.
         self._forwarded: Callable[[], ForwardOutput] | None = None
         self._graphs = self._capture_graphs(sizes, phase, progress=progress)
-        self.step_cost: StepCost | None = self._step_cost(parts, model, phase, max_prefill_tokens)
+        self.step_cost: StepCost | None = self._step_cost(parts, model, phase, max_prefill_tokens, launching)
 
     # --- parts of the start -----------------------------------------------------------------------------------
 
@@ -110,10 +110,11 @@ class Engine:
 
     def _measure_needs(
         self, parts: RunnerParts, sizes: GraphSizes | None, phase: Phase, context_len: int, max_prefill_tokens: int
-    ) -> tuple[Needs, GraphSizes | None]:
-        """Return the memory that steps and graphs take on a GPU, and the sizes of the graphs that pay."""
+    ) -> tuple[Needs, GraphSizes | None, float]:
+        """Return the memory that steps and graphs take on a GPU, the sizes of the graphs that pay, and the seconds of
+        the launches of a step that no graph holds."""
         if self.device.type != "cuda":
-            return Needs(), sizes
+            return Needs(), sizes, 0.0
         smallest = self._tp.smallest
         with phase("measure a step's memory"):
             return self._queue.call(lambda: measure_needs(parts, sizes, context_len, max_prefill_tokens, smallest))
@@ -140,14 +141,14 @@ class Engine:
             return self._queue.call(lambda: Graphs(self._runner, sizes, self.limits.max_seq_len, bar.update))
 
     def _step_cost(
-        self, parts: RunnerParts, model: ModelConfig, phase: Phase, max_prefill_tokens: int
+        self, parts: RunnerParts, model: ModelConfig, phase: Phase, max_prefill_tokens: int, launching: float
     ) -> StepCost | None:
         """Return the cost of steps: measured on a GPU, estimated for a CPU."""
         if self.device.type != "cuda":
             weight_bytes = sum(weight.nbytes for weight in parts.model.parameters())
             return estimate(weight_bytes, parts.model.layer_weights * len(model.layers), parts.attending)
         with phase("measure a step's time"):
-            return measure(
+            cost = measure(
                 self._device_seconds,
                 num_pages=self.num_pages,
                 page_size=self.page_size,
@@ -157,6 +158,7 @@ class Engine:
                 max_prefill_tokens=max_prefill_tokens,
                 num_window_pages=None if self.window is None else self.window.num_pages,
             )
+        return None if cost is None else dataclasses.replace(cost, launching=launching)
 
     # --- steps ------------------------------------------------------------------------------------------------
 

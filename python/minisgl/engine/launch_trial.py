@@ -1,4 +1,4 @@
-"""Trial of launches: how large must a prefill be to take the GPU longer than its launches take the host?
+"""Trial of launches: how long they take the host, and how large a prefill must be to take the GPU longer.
 
 A host launches a layer's operations in 0.1 to 0.6 ms, depending on the machine and on the ranks' all-reduces.
 """
@@ -16,13 +16,21 @@ _RUNS = 2  # the fastest counts
 _MOST_CYCLES = 2e9  # of a GPU in a second
 
 
+def launch_seconds(runner: StepRunner, prompt: Batch) -> float:
+    """Return how long the host launches a step operation by operation.
+
+    `prompt` should be so short that the device keeps up, for its queue of launches is finite.
+    """
+    runner.forward(prompt)  # loads and tunes kernels
+    return min(_host_seconds(runner, prompt) for _ in range(_RUNS))
+
+
 def launched_tokens(runner: StepRunner, prompt: Batch) -> int:
     """Return how many prompt tokens take the device as long as the host takes to launch them operation by operation.
 
     Steps of fewer tokens are faster in a graph. Extrapolated from the times of `prompt`.
     """
-    runner.forward(prompt)  # loads and tunes kernels
-    launching = min(_host_seconds(runner, prompt) for _ in range(_RUNS))
+    launching = launch_seconds(runner, prompt)
     running = min(_device_seconds(runner, prompt, launching) for _ in range(_RUNS))
     return max(int(prompt.num_tokens * launching / running), 1)
 

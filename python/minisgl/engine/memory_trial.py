@@ -19,11 +19,13 @@ from minisgl.engine.device import GIB
 from minisgl.engine.forward import StepRunner
 from minisgl.engine.graph_sizes import PREFILL_SIZES, GraphSizes
 from minisgl.engine.graphs import Graphs
-from minisgl.engine.launch_trial import launched_tokens
+from minisgl.engine.launch_trial import launch_seconds, launched_tokens
 from minisgl.engine.memory import Needs
 from minisgl.engine.parts import RunnerParts
 from minisgl.limits import MAX_LOGPROBS
 from minisgl.sampling_params import SamplingFlags
+
+_SHORT_PROMPT = 256  # tokens
 
 
 def largest_step(num_slots: int, max_seq_len: int, max_tokens: int) -> Batch:
@@ -77,8 +79,8 @@ def measure_needs(
     context_len: int,
     max_prefill_tokens: int,
     smallest: Callable[[int], int],
-) -> tuple[Needs, GraphSizes | None]:
-    """Return the bytes that steps and graphs take, and the sizes of those graphs that pay, from a trial.
+) -> tuple[Needs, GraphSizes | None, float]:
+    """Return the bytes that steps and graphs take, the sizes of those graphs that pay, and `StepCost.launching`.
 
     `smallest` returns the least of the ranks' values.
     """
@@ -88,16 +90,22 @@ def measure_needs(
     # The trial's recurrent states have their real size, which the budget of the pool counts.
     states = parts.attention.kv_layout.state_bytes(parts.num_slots, parts.num_snapshots)
     steps = steps_bytes(runner, before, context_len, max_prefill_tokens) - states
+
+    def prompt(most: int) -> Batch:
+        tokens = max(min(most, max_prefill_tokens, context_len - 1), 1)
+        return _trial_step(np.zeros(1, dtype=np.int32), np.array([tokens], dtype=np.int32))
+
+    # The largest of all ranks counts: a late rank delays the others.
+    launching = 0.0
     if sizes is not None and sizes.prefill:
-        tokens = max(min(PREFILL_SIZES[-1], max_prefill_tokens, context_len - 1), 1)
-        prompt = _trial_step(np.zeros(1, dtype=np.int32), np.array([tokens], dtype=np.int32))
-        useful = launched_tokens(runner, prompt)
-        sizes = sizes.for_prefills(-smallest(-useful))  # the largest of all ranks: a late rank delays the others
+        sizes = sizes.for_prefills(-smallest(-launched_tokens(runner, prompt(PREFILL_SIZES[-1]))))
+    else:
+        launching = -smallest(-int(1e6 * launch_seconds(runner, prompt(_SHORT_PROMPT)))) / 1e6
     torch.cuda.empty_cache()
     graphs = 0 if sizes is None else graphs_bytes(runner, sizes, context_len)
     del runner
     torch.cuda.empty_cache()  # memory that torch keeps for reuse would count as used
-    return Needs(steps, graphs), sizes
+    return Needs(steps, graphs), sizes, launching
 
 
 def steps_bytes(runner: StepRunner, before: int, max_seq_len: int, max_tokens: int) -> int:

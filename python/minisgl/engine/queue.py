@@ -17,14 +17,13 @@ from minisgl.core import AnyArray, DeviceOutOfMemory, Int32Array, PendingStep, S
 from minisgl.engine.cpu_threads import StepThreads, name_thread
 from minisgl.kernel.availability import kernels_missing
 from minisgl.kernel.signature import KernelSpec
+from minisgl.step_cost import LAUNCH_MARGIN
 
 T = TypeVar("T")
 
 # Messages of torch, cuBLAS and CUDA's driver. Not all of them raise torch.OutOfMemoryError.
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA_ERROR_OUT_OF_MEMORY")
 _COPY_THREADS = 256
-# A step that takes the device less than so many times as long as its launches took the host may have waited for them.
-_LAUNCH_MARGIN = 1.25
 
 
 def run_step(step: Callable[[], T]) -> T:
@@ -125,7 +124,7 @@ class _StepTimer:
     def seconds(self, end: torch.cuda.Event) -> float:
         """Return the device's seconds; NaN if the device may have waited for the host's launches."""
         seconds: float = self._begin.elapsed_time(end) / 1e3
-        return seconds if seconds >= _LAUNCH_MARGIN * self._launching else math.nan
+        return seconds if seconds >= LAUNCH_MARGIN * self._launching else math.nan
 
 
 class _CudaStep:

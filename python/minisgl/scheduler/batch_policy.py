@@ -19,6 +19,7 @@ from minisgl.step_cost import LearnedCost, StepCost
 TOKENS = StepCost(prefill_token=1.0)  # counts a budget in tokens instead of seconds
 LANE = 0.5  # share of a long prompt's chunk that shorter prompts may have
 SLACK = 1 / 8  # of the target: the most by which a step may exceed it, after a step that stayed below it by as much
+MOST_LAUNCHING = 2  # times the target that a step may take because its launches take the host that long
 # Tokens that a GPU's matrix products compute in one tile. Steps below twice the first size are cut to the second.
 TILES = 256, 128
 
@@ -164,7 +165,9 @@ class Mixed:
     `target`: seconds that steps may take by `cost`, in the mean, while some request decodes. What prompts give up for
     whole tiles is added to the budget of the next step. Where decodes take more than half of the target, prompts may
     take as long as the decodes: a smaller budget would leave requests waiting without end near the highest rate, and
-    read all weights for tiny chunks. Without a cost model, and when no request decodes, the budget is in tokens.
+    read all weights for tiny chunks. Where the host launches a step for longer than the target, prompts get all of that
+    time, since the step would be no shorter without them. Without a cost model, and when no request decodes, the budget
+    is in tokens.
 
     With many decodes, a step of chunks and a step of decodes are together shorter than one step of both kinds. Then
     chunks and decodes take turns, strictly: a step of each keeps to the bound that one step of both would have.
@@ -197,11 +200,12 @@ class Mixed:
     def _seconds_for_chunks(self, cost: LearnedCost, start_pos: Int32Array) -> float:
         """Return the seconds that decodes with so many tokens each leave for chunks, in the same step or in turns."""
         fixed = cost.ratio * cost.model.fixed
+        target = max(self._target, min(cost.model.launching, MOST_LAUNCHING * self._target))
         if self._takes_turns:
             decodes = cost.decodes_alone(start_pos)
-            return max(self._target - decodes, decodes) - fixed + self._given_up
+            return max(target - decodes, decodes) - fixed + self._given_up
         decodes = fixed + cost.ratio * cost.model.decodes(start_pos)
-        return max(self._target - decodes, decodes) + self._given_up
+        return max(target - decodes, decodes) + self._given_up
 
     def query_lens(self, remaining: Int32Array, chunks: Chunks) -> Int32Array:
         is_decode = remaining == 1
