@@ -260,7 +260,8 @@ class SymmetricMemory:
     def __init__(self, group: dist.ProcessGroup | GroupName, device: torch.device, size: int) -> None:
         # Setting up a multicast object can hang on some hosts, and nothing here uses one.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        self.words = symm_mem.empty(size // 4, dtype=torch.int32, device=device)
+        with torch.cuda.device(device):  # torch counts the uses of its memory pool on the current GPU
+            self.words = symm_mem.empty(size // 4, dtype=torch.int32, device=device)
         self._handle = symm_mem.rendezvous(self.words, group)  # its end would unmap the peers' memory
         self.addresses = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
 
