@@ -202,6 +202,20 @@ def test_a_rank_that_is_stopped_ends_the_call_that_needs_it(tp_size: int) -> Non
     in_new_process(stop_a_rank, tp_size)
 
 
+def close_with_graphs_in_use(tp_size: int) -> None:
+    llm = LLM("demo", "bfloat16", tp_size=tp_size, max_running_req=8, custom_all_reduce=False)
+    llm.generate(PROMPTS, SamplingParams(max_tokens=2))
+    graphs = llm._engine._graphs
+    llm.close()
+    assert graphs is not None
+
+
+@over_gpus(2, 4)
+def test_an_llm_closes_while_a_traceback_refers_to_its_graphs(tp_size: int) -> None:
+    """Without our all-reduce its graphs have NCCL's collectives, and the end of NCCL's group waits for such graphs."""
+    in_new_process(close_with_graphs_in_use, tp_size)
+
+
 def sampled_tokens_of(tp_size: int, *, custom_all_reduce: bool) -> list[list[int]]:
     """Answers of the ranks: plain, filtered, greedy, with penalties, with log-probabilities."""
     kinds: tuple[dict[str, Any], ...] = (

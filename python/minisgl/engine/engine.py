@@ -243,6 +243,10 @@ class Engine:
     def close(self) -> None:
         """Wait for the steps in flight and free the device's memory; the engine cannot be used afterwards."""
         self._queue.close()
+        if self._graphs is not None:
+            # Leaving NCCL's group waits for graphs with its collectives. The traceback of an interrupted step may
+            # refer to them, so that they would not be freed in time without this.
+            self._graphs.close()
         self._graphs = self._forwarded = None  # a call that failed may have left logits, which ranks can share
         del self._runner, self._bitmask
         gc.collect()  # modules and graphs refer to one another

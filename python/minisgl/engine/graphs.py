@@ -42,9 +42,13 @@ class Graphs:
     """
 
     def __init__(self, runner: StepRunner, sizes: GraphSizes, max_seq_len: int, captured: Callable[[], object]) -> None:
-        memory = GraphMemory()
+        self._memory = memory = GraphMemory()
         self._prefill = PrefillGraphs(runner, sizes.prefill, max_seq_len, memory, captured) if sizes.prefill else None
         self._decode = DecodeGraphs(runner, sizes.decode, max_seq_len, memory, captured)
+
+    def close(self) -> None:
+        """Free the graphs, none of which may be replayed any more."""
+        self._memory.free_graphs()
 
     def decode(self, batch: Batch) -> DecodeGraphs | None:
         """Return the graphs of decodes if the plan is a decode that fits."""
@@ -60,6 +64,7 @@ class GraphMemory:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def capture(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """Capture the launches of `run` on the current stream; return the graph and `run`'s result.
@@ -70,7 +75,13 @@ class GraphMemory:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream()):
             result = run()
+        self._graphs.append(graph)
         return graph, result
+
+    def free_graphs(self) -> None:
+        """Free all graphs that were captured."""
+        for graph in self._graphs:
+            graph.reset()
 
 
 @dataclass(slots=True)
