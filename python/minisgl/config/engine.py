@@ -218,6 +218,11 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
         ),
     ] = 20.0
 
+    @property
+    def fp8_kv(self) -> bool:
+        """True if K and V are stored in 8 bits."""
+        return self.kv_cache_dtype == "fp8_e4m3"
+
     def validate(self) -> None:
         super().validate()
         attention_names(self.attention)

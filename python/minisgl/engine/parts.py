@@ -159,7 +159,7 @@ def _layer_specs(config: EngineConfig, model: ModelConfig, tp: TPGroup, dtype: t
             page_size=config.page_size,
             dtype=dtype,
             norm_dtype=torch.float32 if model.norm.float32 else None,
-            fp8_kv=config.kv_cache_dtype == "fp8_e4m3",
+            fp8_kv=config.fp8_kv,
         )
         if isinstance(layer.attention, AttentionConfig)
         else RecurrentSpec.of(layer.attention, tp_size=tp.size, dtype=dtype)
@@ -184,7 +184,7 @@ def _load_weights(
         keeps=ops.keeps,
         keeps_experts=ops.keeps_experts,
         fp8_activations=config.fp8_activations,
-        fp8_kv=config.kv_cache_dtype == "fp8_e4m3",
+        fp8_kv=config.fp8_kv,
     )
     folder = Path(config.model_path)
     try:
