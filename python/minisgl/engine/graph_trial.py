@@ -21,6 +21,7 @@ from minisgl.engine.forward import StepRunner, step_inputs, views_like
 from minisgl.engine.graph_sizes import GraphSizes
 from minisgl.engine.graphs import DecodeGraphs, GraphMemory, PrefillGraphs
 from minisgl.engine.parts import RunnerParts
+from minisgl.error_text import in_one_line
 from minisgl.sampling_params import SamplingFlags
 from minisgl.uploads import upload
 
@@ -134,7 +135,7 @@ def _fault(launch: Callable[[], Tensor], replay: Callable[[], Tensor]) -> str | 
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # raised by torch, called by any module of transformers
-        return f"a module synchronizes with the host: {' '.join(str(error).split())[:200]}"
+        return f"a module synchronizes with the host: {in_one_line(error)[:200]}"
     cosine = float(torch.cosine_similarity(replayed.flatten(), launched.flatten(), dim=0))
     return None if cosine >= _ALIKE else f"a replay computes something else (cosine of the logits {cosine:.2f})"
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import minisgl
 from minisgl.config import DEMO_MODEL, SourceConfig
 from minisgl.config.source import ModelSource
+from minisgl.error_text import first_line
 from minisgl.models.config.model_config import UnsupportedModel, WeightError
 from minisgl.progress import line_bar
 
@@ -82,8 +83,7 @@ def _download_from_modelscope(name: str, revision: str | None, patterns: list[st
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=_IGNORED))
     except Exception as error:  # from several packages, whose names change
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UnsupportedModel(f"model {name} could not be downloaded from ModelScope: {reason}") from error
+        raise UnsupportedModel(f"model {name} could not be downloaded from ModelScope: {first_line(error)}") from error
 
 
 def _download_from_hugging_face(name: str, revision: str | None, patterns: list[str]) -> Path:
@@ -121,8 +121,7 @@ def _download_from_hugging_face(name: str, revision: str | None, patterns: list[
             f"model {name} is neither a folder nor in the local hub cache, and the hub cannot be reached"
         ) from error
     except (HfHubHTTPError, httpx.HTTPError, OSError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UnsupportedModel(f"model {name} could not be downloaded: {reason}") from error
+        raise UnsupportedModel(f"model {name} could not be downloaded: {first_line(error)}") from error
 
 
 def checkpoint_files(folder: Path) -> list[Path]:

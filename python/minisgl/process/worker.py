@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from minisgl.config import ConfigError, ServerConfig
+from minisgl.error_text import in_one_line
 from minisgl.limits import Limits
 from minisgl.logs import configure_logging, set_up_logging
 from minisgl.message.control import (
@@ -116,7 +117,7 @@ class Worker:
 
     def failed(self, message: str) -> None:
         """Report in one line why this worker has failed."""
-        self._pipe.send(Failed(" ".join(message.split())))
+        self._pipe.send(Failed(in_one_line(message)))
 
 
 def main(entry: str, fd: int) -> None:

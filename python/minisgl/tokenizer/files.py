@@ -14,6 +14,7 @@ import msgspec
 from tokenizers import AddedToken, Tokenizer
 
 from minisgl.config import ConfigError
+from minisgl.error_text import first_line
 from minisgl.optional_packages import can_be_found
 from minisgl.tokenizer.decoder_choice import is_byte_level, make_decoder, make_plain
 from minisgl.tokenizer.folder import Added, changed_tokens, load_tokenizer_config
@@ -127,7 +128,7 @@ def _convert(folder: Path) -> Tokenizer:
         converted = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         return Tokenizer.from_str(converted.backend_tokenizer.to_str())
     except Exception as error:  # whatever transformers and the converters under it raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         lacking = [package for module, package in SENTENCEPIECE.items() if not can_be_found(module)]
         if lacking and _is_sentencepiece(folder / found[0]):
             reason = f"this takes packages that are not installed (pip install {' '.join(lacking)})"

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minisgl.config import ConfigError
+from minisgl.error_text import in_one_line
 from minisgl.verify.compare import compare_rows
 from minisgl.verify.prompt_texts import Prompt
 
@@ -96,7 +97,7 @@ def _model(folder: Path, dtype: torch.dtype, device: torch.device) -> Iterator[A
     try:
         yield model
     except (RuntimeError, IndexError) as error:  # out of memory, a smaller vocabulary
-        raise ConfigError(f"transformers cannot run {folder}: {_line(error)}") from error
+        raise ConfigError(f"transformers cannot run {folder}: {in_one_line(error)}") from error
     finally:
         del model
         gc.collect()
@@ -122,7 +123,7 @@ def _load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
         )
         return model.to(device).eval()
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(f"transformers cannot load {folder}: {_line(error)}") from error
+        raise ConfigError(f"transformers cannot load {folder}: {in_one_line(error)}") from error
 
 
 def _experts(folder: Path, dtype: torch.dtype) -> str | None:
@@ -134,10 +135,6 @@ def _experts(folder: Path, dtype: torch.dtype) -> str | None:
         getattr(config, name, None) or 0 for name in ("hidden_size", "intermediate_size", "moe_intermediate_size")
     ]
     return "eager" if any(width * dtype.itemsize % 16 for width in widths) else None
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 def _answer(model: Any, prompt: Prompt, new_tokens: int, device: torch.device, file: Path) -> Expected:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from minisgl.distributed import TPGroup
+from minisgl.error_text import in_one_line
 from minisgl.models.config.model_config import ModelConfig, WeightError
 from minisgl.models.generic.attention_interface import PAGED, register
 from minisgl.models.generic.causal_lm import GenericCausalLM, modules_of
@@ -62,7 +63,7 @@ def _read(folder: Path, dtype: torch.dtype) -> Any:
             str(folder), dtype=dtype, attn_implementation=PAGED, local_files_only=True, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
-        raise WeightError(f"transformers cannot load {folder}: {' '.join(str(error).split())}") from error
+        raise WeightError(f"transformers cannot load {folder}: {in_one_line(error)}") from error
     if info["missing_keys"]:
         raise WeightError(f"the checkpoint in {folder} lacks {some(sorted(info['missing_keys']))}")
     return model

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from minisgl.context import ForwardContext
 from minisgl.distributed import SingleRank
+from minisgl.error_text import in_one_line
 from minisgl.kernel.torch_ops import TorchOps
 from minisgl.layers.linear import bind_weights
 from minisgl.models.config.model_config import ModelConfig, UnsupportedModel
@@ -53,5 +54,5 @@ def check_sharding(config: ModelConfig, tp_size: int) -> None:
     except Exception as error:  # from any module of transformers
         raise UnsupportedModel(
             f"--tp {tp_size}: {config.architecture} is computed by transformers, whose plan does not fit its modules: "
-            f"{' '.join(str(error).split())}"
+            f"{in_one_line(error)}"
         ) from error

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minisgl.error_text import in_one_line
 from minisgl.models.config.model_config import UnsupportedModel
 from minisgl.models.generic.attention_interface import PAGED, PROBED, Probe, give_queries, register, set_attention
 from minisgl.models.generic.linears import LinearInputs
@@ -68,9 +69,8 @@ def probe(model: Any) -> tuple[Probe, tuple[tuple[str, ...], ...]]:
     except UnsupportedModel:
         raise
     except Exception as error:  # from any module of transformers
-        line = " ".join(str(error).split())
         raise UnsupportedModel(
-            f"its modules cannot be probed without weights: {type(error).__name__}: {line}"
+            f"its modules cannot be probed without weights: {type(error).__name__}: {in_one_line(error)}"
         ) from error
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if len(found.names) != layers:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from minisgl.error_text import in_one_line
 from minisgl.layers.layer_config import LayerConfig, MLPConfig, NormConfig
 from minisgl.models.config.config_reader import ConfigReader
 from minisgl.models.config.model_config import ModelConfig, TransformersModules, UnsupportedModel
@@ -24,7 +25,7 @@ def read_generic(architecture: str, raw: Mapping[str, Any]) -> ModelConfig:
     except UnsupportedModel:
         raise
     except Exception as error:  # from any config or module of transformers
-        raise UnsupportedModel(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+        raise UnsupportedModel(f"{type(error).__name__}: {in_one_line(error)}") from error
     positions = getattr(text, "max_position_embeddings", None)
     if not positions:
         raise UnsupportedModel("config.json does not tell the context length (max_position_embeddings)")

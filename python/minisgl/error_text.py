@@ -1,0 +1,13 @@
+"""Texts of other packages' errors, which may have several lines, as parts of our messages, which have one."""
+
+from __future__ import annotations
+
+
+def in_one_line(error: Exception | str) -> str:
+    """Return the whole text of an error, with a space in place of each line break or other white space."""
+    return " ".join(str(error).split())
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text, or the kind of an error without a text."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
