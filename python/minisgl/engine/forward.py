@@ -109,9 +109,10 @@ def views_like(packed: Tensor, host: StepInputs[Int32Array]) -> StepInputs[Tenso
 class ForwardOutput:
     """Output of a step's forward, from which tokens are sampled."""
 
-    logits: Tensor  # [S, vocab_size] of the rows that sample
+    logits: Tensor  # [S, vocab_size] of the rows that sample; of a pooling model, their vectors [S, size]
     slots: Tensor  # [S] int64
     prompt_logprobs: Logprobs[Tensor] | None = None  # if the plan wants them
+    is_pooled: bool = False  # True: these are vectors, and no tokens are sampled
 
 
 class StepRunner:
@@ -149,7 +150,10 @@ class StepRunner:
     def forward(self, batch: Batch) -> ForwardOutput:
         """Run the model, and the head for the tokens whose logits are needed."""
         host = step_inputs(batch)
-        inputs = views_like(upload(np.concatenate(host), self.state.device), host)
+        return self._run(batch, host, views_like(upload(np.concatenate(host), self.state.device), host))
+
+    def _run(self, batch: Batch, host: StepInputs[Int32Array], inputs: StepInputs[Tensor]) -> ForwardOutput:
+        """Run the step with its inputs on the host and on the device."""
         logits_indices = inputs.logits_indices.long()
         ctx = self.context(inputs, batch.query_lens, host.kv_lens, logits_indices=logits_indices)
         return self.read(batch, self.model.model(ctx), logits_indices, inputs.sampling_slots.long(), inputs, ctx)
@@ -240,10 +244,13 @@ class StepRunner:
     ) -> StepResult[Tensor]:
         """Sample the tokens and append them to their slots; score them, if the plan wants it.
 
-        `bitmask` as in `Sampler.sample`; `replay` is called in place of the sampler. `processed_logprobs`: score with
-        the logits after processing and temperature, else with the model's.
+        Vectors of a pooling model are returned as they are. `bitmask` as in `Sampler.sample`; `replay` is called in
+        place of the sampler. `processed_logprobs`: score with the logits after processing and temperature, else with
+        the model's.
         """
         wanted, logits, slots = batch.logprobs, forwarded.logits, forwarded.slots
+        if forwarded.is_pooled:
+            return StepResult(slots.int()[:0], vectors=logits)
         if wanted is not None:
             rows = upload(wanted.rows.astype(np.int64), self.state.device)
             scored = logits[rows]

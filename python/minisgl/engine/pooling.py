@@ -6,15 +6,13 @@ prompt may come from the prefix cache. A chunk at position 0 starts a new sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from minisgl.attention.model_attention import ModelAttention
-from minisgl.core import Batch, Int32Array, StepResult
-from minisgl.engine.forward import ForwardOutput, StepInputs, StepRunner, step_inputs, views_like
+from minisgl.core import Batch, Int32Array
+from minisgl.engine.forward import ForwardOutput, StepInputs, StepRunner
 from minisgl.engine.sampler import Sampler
 from minisgl.engine.state import SlotState
 from minisgl.kernel.base import Ops
@@ -24,7 +22,7 @@ from minisgl.uploads import upload
 
 
 class PoolingRunner(StepRunner):
-    """StepRunner that returns vectors and samples no tokens."""
+    """StepRunner whose output is a vector of each row that samples, and no logits."""
 
     def __init__(
         self,
@@ -40,10 +38,7 @@ class PoolingRunner(StepRunner):
         if model.pooling.method == "mean":
             self._sums = torch.zeros((len(state.lengths), model.pooling.size), device=state.device)
 
-    def forward(self, batch: Batch) -> ForwardOutput:
-        """Run the model; return the vectors of the rows that sample as `logits`."""
-        host = step_inputs(batch)
-        inputs = views_like(upload(np.concatenate(host), self.state.device), host)
+    def _run(self, batch: Batch, host: StepInputs[Int32Array], inputs: StepInputs[Tensor]) -> ForwardOutput:
         slots = inputs.sampling_slots.long()
         last_tokens = inputs.logits_indices[: len(slots)].long()
         ctx = self.context(
@@ -52,7 +47,7 @@ class PoolingRunner(StepRunner):
         vectors = self.model.logits(self.model.model(ctx), ctx)
         if self._sums is not None:
             vectors = self._means(self._sums, vectors, batch, host, inputs)
-        return ForwardOutput(vectors, slots)
+        return ForwardOutput(vectors, slots, is_pooled=True)
 
     def _means(
         self,
@@ -69,15 +64,3 @@ class PoolingRunner(StepRunner):
         sums.index_add_(0, inputs.token_slots.long(), states)
         lengths = upload(host.kv_lens[batch.needs_sample].astype(np.float32), self.state.device).unsqueeze(1)
         return sums[inputs.sampling_slots.long()] / lengths
-
-    def sample(
-        self,
-        batch: Batch,  # noqa: ARG002
-        forwarded: ForwardOutput,
-        bitmask: Tensor | None = None,  # noqa: ARG002
-        *,
-        replay: Callable[[], Tensor] | None = None,  # noqa: ARG002
-        processed_logprobs: bool = False,  # noqa: ARG002
-    ) -> StepResult[Tensor]:
-        """Return the vectors and no tokens."""
-        return StepResult(forwarded.slots.int()[:0], vectors=forwarded.logits)
