@@ -24,6 +24,7 @@ from torch import Tensor
 
 from minisgl.config import ConfigError
 from minisgl.error_text import in_one_line
+from minisgl.models.generic.pretrained import loading_by_transformers
 from minisgl.verify.compare import compare_rows
 from minisgl.verify.prompt_texts import Prompt
 
@@ -106,14 +107,9 @@ def _model(folder: Path, dtype: torch.dtype, device: torch.device) -> Iterator[A
 
 
 def _load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-
-    try:
+    with loading_by_transformers(folder):
         model = AutoModelForCausalLM.from_pretrained(
             str(folder),
             dtype=dtype,
@@ -122,8 +118,6 @@ def _load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
             local_files_only=True,
         )
         return model.to(device).eval()
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(f"transformers cannot load {folder}: {in_one_line(error)}") from error
 
 
 def _experts(folder: Path, dtype: torch.dtype) -> str | None:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from minisgl.distributed import TPGroup
-from minisgl.error_text import in_one_line
 from minisgl.models.config.model_config import ModelConfig, WeightError
 from minisgl.models.generic.attention_interface import PAGED, register
 from minisgl.models.generic.causal_lm import GenericCausalLM, modules_of
 from minisgl.models.generic.meta_run import check_sharding
 from minisgl.models.generic.model_probe import hf_config, make_empty
+from minisgl.models.generic.pretrained import loading_by_transformers
 from minisgl.models.hub import some
 
 logger = logging.getLogger(__name__)
@@ -52,18 +52,12 @@ def load_generic(
 
 
 def _read(folder: Path, dtype: torch.dtype) -> Any:
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
+    with loading_by_transformers(folder):
         model, info = AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=dtype, attn_implementation=PAGED, local_files_only=True, output_loading_info=True
         )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
-        raise WeightError(f"transformers cannot load {folder}: {in_one_line(error)}") from error
     if info["missing_keys"]:
         raise WeightError(f"the checkpoint in {folder} lacks {some(sorted(info['missing_keys']))}")
     return model
