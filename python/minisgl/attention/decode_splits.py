@@ -72,7 +72,7 @@ def _many_rows(cluster: int, warps: int, blocks_of_sm: int, num_sms: int) -> Dec
 
 
 def decode_splits(
-    units: int, num_sms: int, head_dim: int, *, spills: bool, fp8: bool, slow_memory: bool = False
+    units: int, num_sms: int, head_dim: int, *, spills: bool, fp8: bool, slow_memory: bool
 ) -> DecodeSplits:
     """Return the fastest launch parameters for `units`: rows times KV heads, times two for heads of 512 dimensions.
 

@@ -126,7 +126,7 @@ class StepRunner:
         attention: ModelAttention,
         ops: Ops,
         sampler: Sampler,
-        sharded_logits: ShardedLogits | None = None,
+        sharded_logits: ShardedLogits | None,
     ) -> None:
         self.model = model
         self.kv = kv

@@ -33,7 +33,7 @@ class PoolingRunner(StepRunner):
         ops: Ops,
         sampler: Sampler,
     ) -> None:
-        super().__init__(model, kv, state, attention, ops, sampler)
+        super().__init__(model, kv, state, attention, ops, sampler, sharded_logits=None)
         self._sums: Tensor | None = None  # [slots, size] float32: sums over the tokens of each slot so far
         if model.pooling.method == "mean":
             self._sums = torch.zeros((len(state.lengths), model.pooling.size), device=state.device)
