@@ -16,7 +16,7 @@ from minisgl.kernel.compile import Compiler, tensor_map
 from minisgl.kernel.gemv_tiling import GemvTiling, choose_gemv_tiling
 from minisgl.kernel.quantized_tiling import GemmTiling, choose_quantized_tiling, quantized_stage_bytes, sums_bytes
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
-from minisgl.quantization.gpu_layout import CHUNK, PackedLevels
+from minisgl.quantization.gpu_layout import CHUNK, GROUPS, WEIGHT_NAMES, PackedLevels
 from minisgl.quantization.levels import Kind, LevelFormat
 
 MOST_ROWS = 384  # rows of x; with more, the weight is dequantized to x's dtype and cuBLAS multiplies
@@ -24,8 +24,6 @@ _MIN_BLOCK_K = 64  # columns of a stage
 _MAX_VALUES_WIDTH = 1 << 16  # most rows of a weight that is dequantized: a vocabulary's would take too much memory
 _VALUES_CHUNKS = 4  # chunks of a block, as in dequantize.cu
 _ALL_SHARED = 228 << 10  # of a multiprocessor, so that blocks of attention fit beside those of quantized_gemv.cu
-_WEIGHTS: dict[Kind, str] = {"fp8": "E4M3", "int8": "INT8", "int4": "INT4"}
-_GROUPS: dict[Kind, tuple[int, ...]] = {"fp8": (0, 128), "int8": (0,), "int4": (32, 64, 128)}
 
 
 class _Kernel(NamedTuple):
@@ -63,11 +61,11 @@ class QuantizedGemm:
     def supports(self, form: LevelFormat, width: int, size: int, dtype: torch.dtype) -> bool:
         """Return True if the kernels read a weight [width, size] of this format in products of this dtype."""
         columns = max(CHUNK[form.kind], form.group, _MIN_BLOCK_K)
-        groups = _GROUPS.get(form.kind, ())
         return (
             self._compiler.arch == 90
             and dtype in (torch.bfloat16, torch.float16)
-            and form.group in groups
+            and form.kind != "mxfp4"  # only kernels of experts read it
+            and form.group in GROUPS[form.kind]
             and (form.kind == "int4" or not form.offsets)
             and size % columns == 0
             and width % 16 == 0
@@ -175,7 +173,7 @@ def _kernel_of(
 def _macros(kind: _Kernel) -> dict[str, str | int]:
     return {
         "SCALAR": SCALAR_NAMES[kind.dtype],
-        "WEIGHT": _WEIGHTS[kind.kind],
+        "WEIGHT": WEIGHT_NAMES[kind.kind],
         "GROUP": kind.group,
         "GATED": int(kind.gated),
         "OFFSETS": int(kind.offsets),

@@ -9,11 +9,8 @@ import torch
 from minisgl.kernel.dense_moe import FEW_PAIRS, ExpertProduct
 from minisgl.kernel.signature import KernelSpec, Macros
 from minisgl.quantization.expert_layout import PackedExperts
-from minisgl.quantization.gpu_layout import BITS, TILE
+from minisgl.quantization.gpu_layout import BITS, GROUPS, TILE, WEIGHT_NAMES
 from minisgl.quantization.levels import Kind, LevelFormat
-
-_WEIGHTS: dict[Kind, str] = {"fp8": "E4M3", "int8": "INT8", "int4": "INT4", "mxfp4": "E2M1"}
-_GROUPS: dict[Kind, tuple[int, ...]] = {"fp8": (0, 128), "int8": (0,), "int4": (32, 64, 128), "mxfp4": (32,)}
 
 
 class QuantizedMoeTiling(NamedTuple):
@@ -143,14 +140,14 @@ def supports(form: LevelFormat, width: int, size: int, dtype: torch.dtype) -> bo
     columns = form.group or 32
     if form.offsets or form.order is not None:
         return False
-    return dtype in dtypes and form.group in _GROUPS[form.kind] and size % columns == 0 and width % 16 == 0
+    return dtype in dtypes and form.group in GROUPS[form.kind] and size % columns == 0 and width % 16 == 0
 
 
 def product_spec(kernel: ExpertProduct, form: LevelFormat, tiling: QuantizedMoeTiling, mixture: Macros) -> KernelSpec:
     """Describe a product of experts of this format; `mixture`: macros that depend neither on it nor on the tiling."""
     macros: Macros = {
         **mixture,
-        "WEIGHT": _WEIGHTS[form.kind],
+        "WEIGHT": WEIGHT_NAMES[form.kind],
         "GROUP": 0 if form.kind == "mxfp4" else form.group,
         "M_MAX": tiling.max_pairs,
         "WARPGROUPS": tiling.warpgroups,

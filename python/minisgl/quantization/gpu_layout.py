@@ -15,6 +15,9 @@ from minisgl.quantization.levels import MIDDLE, Kind, Levels
 TILE = 64  # rows of a chunk
 BITS: dict[Kind, int] = {"fp8": 8, "int8": 8, "int4": 4, "mxfp4": 4}
 CHUNK: dict[Kind, int] = {kind: 256 // bits for kind, bits in BITS.items()}  # columns of a chunk
+# Numbers of columns that may share a scale for the kernels to read them; 0: all columns.
+GROUPS: dict[Kind, tuple[int, ...]] = {"fp8": (0, 128), "int8": (0,), "int4": (32, 64, 128), "mxfp4": (32,)}
+WEIGHT_NAMES: dict[Kind, str] = {"fp8": "E4M3", "int8": "INT8", "int4": "INT4", "mxfp4": "E2M1"}  # in quantized.cuh
 _BLOCK = 1 << 24  # number of values packed at a time
 
 
