@@ -26,7 +26,7 @@ from minisgl.llm.params import default_params, resolve_params
 from minisgl.llm.rank_processes import RankLost, RankProcesses
 from minisgl.message.control import Progress
 from minisgl.message.to_tokenizer import PairPrompt
-from minisgl.message.types import TextOptions
+from minisgl.message.types import ConversationMessage, TextOptions
 from minisgl.models.config.generation_config import load_sampling_defaults
 from minisgl.models.config.load_config import load_engine_model
 from minisgl.models.hub import find_model
@@ -48,7 +48,6 @@ from minisgl.tokenizer.text import TextTokenizer
 _STEPS_TO_REST = 4  # more steps than can be in flight
 
 Prompt = str | Sequence[int]
-Message = dict[str, Any]
 
 
 class LLM:
@@ -149,7 +148,7 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: Sequence[ConversationMessage] | Sequence[Sequence[ConversationMessage]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = False,

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from minisgl.message.engine_state import StateRequest
-from minisgl.message.types import Abort, FlushCache, PackedIds, StatsRequest, TextOptions
+from minisgl.message.types import Abort, ConversationMessage, FlushCache, PackedIds, StatsRequest, TextOptions
 from minisgl.sampling_params import SamplingParams
 
 
@@ -35,7 +35,7 @@ class PairPrompt(msgspec.Struct, frozen=True, tag=True):
 class ChatPrompt(msgspec.Struct, frozen=True, tag=True):
     """A conversation for the model's chat template. The template writes the special tokens itself."""
 
-    messages: list[dict[str, Any]]
+    messages: list[ConversationMessage]
     tools: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True  # end with the beginning of an assistant's message

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -11,6 +11,7 @@ from minisgl.core import Int32Array
 
 PackedIds: TypeAlias = bytes  # little-endian int32
 ID_BYTES = 4
+ConversationMessage: TypeAlias = dict[str, Any]  # in a form of OpenAI, or as chat templates read it
 
 
 def pack_ids(ids: Int32Array | list[int]) -> PackedIds:

@@ -13,13 +13,13 @@ from typing import Any
 import jinja2
 
 from minisgl.config import ConfigError
+from minisgl.message.types import ConversationMessage
 from minisgl.sampling_params import InvalidRequest
 from minisgl.tokenizer.harmony_messages import harmony_kwargs, harmony_messages, is_harmony
 from minisgl.tokenizer.template_sandbox import Refusal, TemplateSandbox
 
 logger = logging.getLogger(__name__)
 
-Message = dict[str, Any]
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, by precedence
 _USED = ("default", "tool_use")  # names of the templates that are used
@@ -47,7 +47,7 @@ class ChatTemplates:
 
     def render(
         self,
-        messages: list[Message],
+        messages: list[ConversationMessage],
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
         add_generation_prompt: bool = True,
@@ -108,7 +108,7 @@ class ChatTemplates:
         )
 
 
-def _normalize(message: Message, knows_developer: bool) -> Message:
+def _normalize(message: ConversationMessage, knows_developer: bool) -> ConversationMessage:
     """Return a message as transformers prepares it: without None values, and with one name for reasoning.
 
     In addition, the role `developer` becomes `system` for templates that would silently drop it, and the arguments of

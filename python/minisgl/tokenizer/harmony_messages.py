@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from minisgl.message.types import ConversationMessage
 from minisgl.parsers.harmony import SHOWN_BY
-
-Message = dict[str, Any]
 
 _EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}  # effort unknown to the models -> nearest
 
@@ -24,7 +23,7 @@ def harmony_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return dict(kwargs) if nearest is None else {**kwargs, "reasoning_effort": nearest}
 
 
-def harmony_messages(messages: list[Message]) -> list[Message]:
+def harmony_messages(messages: list[ConversationMessage]) -> list[ConversationMessage]:
     """Return messages that have at most one call, followed by its result, and either reasoning or content beside it.
 
     Harmony's templates show only the first call of a message, attribute a result to the call before it, and refuse
@@ -34,7 +33,7 @@ def harmony_messages(messages: list[Message]) -> list[Message]:
     return list(_in_turns(messages))
 
 
-def _in_turns(messages: list[Message]) -> Iterator[Message]:
+def _in_turns(messages: list[ConversationMessage]) -> Iterator[ConversationMessage]:
     moved: set[int] = set()  # results that have been moved after their call
     for index, message in enumerate(messages):
         calls = message.get("tool_calls")
@@ -56,14 +55,14 @@ def _in_turns(messages: list[Message]) -> Iterator[Message]:
                 yield messages[result]
 
 
-def _joined(message: Message) -> Message:
+def _joined(message: ConversationMessage) -> ConversationMessage:
     reasoning, content = message.get("thinking"), message.get("content")
     if not (reasoning and content and isinstance(reasoning, str) and isinstance(content, str)):
         return message
     return {**message, "thinking": f"{reasoning}\n\n{content}", "content": ""}
 
 
-def _result_of(call: Any, messages: list[Message], index: int) -> int | None:
+def _result_of(call: Any, messages: list[ConversationMessage], index: int) -> int | None:
     """Return the index of a call's result among the tool messages directly after message `index`."""
     number = call.get("id") if isinstance(call, dict) else None
     for place in range(index + 1, len(messages)):

@@ -8,10 +8,11 @@ from typing import Any
 import msgspec
 
 from minisgl.limits import Limits
+from minisgl.message.types import ConversationMessage
 from minisgl.parsers.parser_choice import NONE, AnswerParser, Parsers
 from minisgl.sampling_params import Grammar, InvalidRequest
 from minisgl.server.api.answers.parsed_choice import ChatOptions
-from minisgl.server.api.bodies.conversation import Message, template_messages
+from minisgl.server.api.bodies.conversation import template_messages
 from minisgl.server.api.bodies.request_body import GRAMMAR_FIELDS
 from minisgl.server.api.bodies.route_bodies import ChatBody
 from minisgl.server.api.bodies.tools import ToolUse
@@ -36,7 +37,7 @@ def chat_job(body: ChatBody, use: ToolUse, limits: Limits, parsers: Parsers, mod
     return _job(body, limits, parsers, use, messages), options
 
 
-def _job(body: ChatBody, limits: Limits, parsers: Parsers, use: ToolUse, messages: list[Message]) -> Job:
+def _job(body: ChatBody, limits: Limits, parsers: Parsers, use: ToolUse, messages: list[ConversationMessage]) -> Job:
     limit_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     field_names = {"prompt": "messages", "max_tokens": limit_field, "logprobs": "top_logprobs"}
     try:
@@ -82,7 +83,7 @@ def _calls_grammar(parsers: Parsers, use: ToolUse, content: Grammar | None) -> G
 
 
 def _parser_maker(
-    body: ChatBody, parsers: Parsers, use: ToolUse, messages: list[Message]
+    body: ChatBody, parsers: Parsers, use: ToolUse, messages: list[ConversationMessage]
 ) -> Callable[[str], AnswerParser | None]:
     """Return a function from the end of the prompt to a choice's parser."""
     continued = messages[-1]["content"] if body.continue_final_message else ""
@@ -95,7 +96,7 @@ def _parser_maker(
     return make
 
 
-def _echo(body: ChatBody, messages: list[Message]) -> str:
+def _echo(body: ChatBody, messages: list[ConversationMessage]) -> str:
     """Return the text with which the answer's content begins: with `echo`, the message that it continues."""
     last: dict[str, Any] = messages[-1]
     continues = body.continue_final_message or body.add_generation_prompt is False or last["role"] == "assistant"

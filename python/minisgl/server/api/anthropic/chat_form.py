@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minisgl.limits import Limits
+from minisgl.message.types import ConversationMessage
 from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.anthropic.bodies import AnthropicBody, MessagesBody, OutputFormat
-from minisgl.server.api.bodies.conversation import Message, member, optional_member
+from minisgl.server.api.bodies.conversation import member, optional_member
 from minisgl.server.api.bodies.read_body import validate
 from minisgl.server.api.bodies.route_bodies import ChatBody
 from minisgl.server.api.http.errors import under_clients_names
@@ -78,8 +79,8 @@ class Turn:
     calls: list[dict[str, Any]] = field(default_factory=list)
     call_id: str | None = None  # id of the call whose result it is
 
-    def message(self) -> Message:
-        found: Message = {"role": self.role, "content": "\n".join(self.texts)}
+    def message(self) -> ConversationMessage:
+        found: ConversationMessage = {"role": self.role, "content": "\n".join(self.texts)}
         if self.reasoning:
             found["reasoning_content"] = "\n".join(self.reasoning)
         if self.calls:
@@ -89,7 +90,7 @@ class Turn:
         return found
 
 
-def chat_messages(system: Any, messages: list[dict[str, Any]]) -> list[Message]:
+def chat_messages(system: Any, messages: list[dict[str, Any]]) -> list[ConversationMessage]:
     """Return a conversation in OpenAI's form; InvalidRequest naming the first field that is wrong."""
     turns: list[Turn] = []
     texts = [text for text in _texts(system, "system") if not text.startswith(BILLING_HEADER)]

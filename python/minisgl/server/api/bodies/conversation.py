@@ -10,10 +10,10 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from minisgl.message.types import ConversationMessage
 from minisgl.sampling_params import InvalidRequest
 
 T = TypeVar("T")
-Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
@@ -37,18 +37,18 @@ def member(owner: Mapping[str, Any], name: str, kind: type[T], path: str) -> T:
     return value
 
 
-def template_messages(messages: list[Message]) -> list[Message]:
+def template_messages(messages: list[ConversationMessage]) -> list[ConversationMessage]:
     """Return all messages for the template; InvalidRequest naming the first field that is wrong."""
     return [template_message(message, f"messages.{index}") for index, message in enumerate(messages)]
 
 
-def template_message(message: Message, path: str) -> Message:
+def template_message(message: ConversationMessage, path: str) -> ConversationMessage:
     """Return a message in the form of chat templates: its content is one string, and nothing in it is null."""
     message = with_tool_calls(message, path)
     role = message.get("role")
     if role not in ROLES:
         raise InvalidRequest(f"{path}.role", f"{path}.role must be one of {', '.join(ROLES)}")
-    changed: Message = {"tool_calls": None}
+    changed: ConversationMessage = {"tool_calls": None}
     strings = ["name"]
     if role == "assistant":
         strings += [*REASONING_NAMES, "refusal"]
@@ -67,7 +67,7 @@ def template_message(message: Message, path: str) -> Message:
     return {key: value for key, value in (message | changed).items() if value is not None}
 
 
-def with_tool_calls(message: Message, path: str) -> Message:
+def with_tool_calls(message: ConversationMessage, path: str) -> ConversationMessage:
     """Return a message of OpenAI's older form (a function's call or result) in today's form, others unchanged."""
     if message.get("role") == "function":
         return {**message, "role": "tool", "tool_call_id": _call_id(member(message, "name", str, path))}
@@ -90,7 +90,7 @@ def _call_id(name: str) -> str:
     return f"{zlib.crc32(name.encode()) % 10**9:09}"
 
 
-def _content(message: Message, path: str) -> str:
+def _content(message: ConversationMessage, path: str) -> str:
     content = message.get("content")
     if content is None:
         others = ("tool_calls", "refusal", *REASONING_NAMES)

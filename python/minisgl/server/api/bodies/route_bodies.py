@@ -13,9 +13,10 @@ from pydantic import Field, WithJsonSchema
 
 from minisgl.limits import MAX_OPENAI_TEMPERATURE
 from minisgl.message.to_tokenizer import ChatPrompt
+from minisgl.message.types import ConversationMessage
 from minisgl.request_fields import TOKEN_ID, RequestField
 from minisgl.sampling_params import InvalidRequest
-from minisgl.server.api.bodies.conversation import ROLES, Message
+from minisgl.server.api.bodies.conversation import ROLES
 from minisgl.server.api.bodies.read_body import MAX_ITEMS
 from minisgl.server.api.bodies.request_body import (
     EMPTY,
@@ -138,7 +139,7 @@ class ConversationBody(Body):
             raise InvalidRequest("functions", "functions and tools cannot be given together")
         return function_use(self.functions, self.function_call)
 
-    def chat_prompt(self, use: ToolUse, messages: list[Message]) -> ChatPrompt:
+    def chat_prompt(self, use: ToolUse, messages: list[ConversationMessage]) -> ChatPrompt:
         """Return the prompt for the chat template; InvalidRequest if two fields contradict each other about its end."""
         if self.continue_final_message and self.add_generation_prompt:
             raise InvalidRequest(

@@ -10,8 +10,9 @@ import base64
 import binascii
 from collections.abc import Callable, Sequence
 
+from minisgl.message.types import ConversationMessage
 from minisgl.sampling_params import InvalidRequest
-from minisgl.server.api.bodies.conversation import Message, content_text, member, optional_member
+from minisgl.server.api.bodies.conversation import content_text, member, optional_member
 from minisgl.server.api.bodies.route_bodies import MAX_MESSAGES
 from minisgl.server.api.responses.body import Item
 
@@ -47,7 +48,7 @@ def unseal(content: str) -> str:
         return ""
 
 
-def messages_of(items: Sequence[Item], path_of: Callable[[int], str]) -> list[Message]:
+def messages_of(items: Sequence[Item], path_of: Callable[[int], str]) -> list[ConversationMessage]:
     """Return the items as messages; InvalidRequest naming the first field that is wrong.
 
     `path_of` returns the path of an item by its index.
@@ -105,8 +106,8 @@ def item_type(item: Item, path: str) -> str:
 
 class _Conversation:
     def __init__(self) -> None:
-        self.messages: list[Message] = []
-        self._turn: Message | None = None  # message of the assistant that the next item may extend
+        self.messages: list[ConversationMessage] = []
+        self._turn: ConversationMessage | None = None  # message of the assistant that the next item may extend
 
     def add_message(self, item: Item, path: str) -> None:
         role = item.get("role")
@@ -136,13 +137,13 @@ class _Conversation:
         text = content_text(item.get("output"), f"{path}.output", TEXT_PARTS)
         self._end_turn({"role": "tool", "tool_call_id": member(item, "call_id", str, path), "content": text})
 
-    def _open_turn(self, *endings: str) -> Message:
+    def _open_turn(self, *endings: str) -> ConversationMessage:
         """Return the assistant's current message, or a new one if it has any of the fields `endings`."""
         if self._turn is None or any(name in self._turn for name in endings):
             self._turn = {"role": "assistant"}
             self.messages.append(self._turn)
         return self._turn
 
-    def _end_turn(self, message: Message) -> None:
+    def _end_turn(self, message: ConversationMessage) -> None:
         self._turn = None
         self.messages.append(message)

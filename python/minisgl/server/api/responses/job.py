@@ -13,11 +13,11 @@ from msgspec import UNSET
 
 from minisgl.limits import Limits
 from minisgl.message.to_tokenizer import ChatPrompt
+from minisgl.message.types import ConversationMessage
 from minisgl.parsers.parser_choice import Parsers
 from minisgl.sampling_params import InvalidRequest, SamplingParams
 from minisgl.server.api.answers.chat import chat_job
 from minisgl.server.api.answers.parsed_choice import ChatOptions
-from minisgl.server.api.bodies.conversation import Message
 from minisgl.server.api.bodies.read_body import validate
 from minisgl.server.api.bodies.request_body import RequestBody
 from minisgl.server.api.bodies.route_bodies import ChatBody
@@ -73,7 +73,7 @@ def prepare_response(
     return PreparedResponse(job.under_names(NAMES), options, use, begun, INCLUDE_REASONING in body.include)
 
 
-def conversation(body: ResponsesBody, earlier: Sequence[Item], items: Sequence[Item]) -> list[Message]:
+def conversation(body: ResponsesBody, earlier: Sequence[Item], items: Sequence[Item]) -> list[ConversationMessage]:
     """Return the messages of a response: its instructions, the earlier items, its input."""
     instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     start = len(earlier)
@@ -84,7 +84,7 @@ def conversation(body: ResponsesBody, earlier: Sequence[Item], items: Sequence[I
     return instructions + messages_of([*earlier, *items], path_of)
 
 
-def _chat_body(body: ResponsesBody, messages: list[Message], limits: Limits) -> ChatBody:
+def _chat_body(body: ResponsesBody, messages: list[ConversationMessage], limits: Limits) -> ChatBody:
     """Return the body of the equivalent chat completion."""
     shared = body.model_fields_set & RequestBody.model_fields.keys() & ChatBody.model_fields.keys()
     fields: dict[str, Any] = {name: getattr(body, name) for name in shared if getattr(body, name) is not None}
@@ -176,7 +176,7 @@ async def truncate_to_fit(job: Job, count: Count, max_seq_len: int) -> tuple[Job
     return msgspec.structs.replace(job, prompts=[without(fewest)]), starts[fewest] - starts[0]
 
 
-def _turns(messages: Sequence[Message]) -> list[int]:
+def _turns(messages: Sequence[ConversationMessage]) -> list[int]:
     """Return the index at which each turn begins: the first after the head, the others at messages of the user."""
     roles = [message["role"] for message in messages]
     head = next((index for index, role in enumerate(roles) if role not in ("system", "developer")), len(roles))
