@@ -9,7 +9,7 @@ import pytest
 
 from minisgl.server.api.bodies.route_bodies import ChatBody
 from minisgl.shell.chat_client import ChatError, _event_data
-from minisgl.shell.session import SAMPLING_FIELDS, Answer, Conversation, Sampling
+from minisgl.shell.session import SAMPLING_FIELDS, Conversation, Sampling, TimedAnswer
 from minisgl.shell.shell_process import local_url
 from minisgl.shell.terminal import last_block
 
@@ -129,10 +129,10 @@ def test_blocks_are_printed_when_they_cannot_change(source: str, done: str) -> N
 
 
 def test_the_line_after_an_answer() -> None:
-    answer = Answer(tokens=11, finish="length", first=0.5, last=2.5)
+    answer = TimedAnswer(tokens=11, finish="length", first=0.5, last=2.5)
     assert answer.describe() == "11 tokens, 5.0 tokens/s, first after 0.50 s, cut at the token limit"
-    assert Answer(pieces=1, first=1.0, last=1.0).describe() == "about 1 token, first after 1.00 s"
-    assert Answer().describe() == "about 0 tokens"
+    assert TimedAnswer(pieces=1, first=1.0, last=1.0).describe() == "about 1 token, first after 1.00 s"
+    assert TimedAnswer().describe() == "about 0 tokens"
 
 
 def test_the_url_of_a_local_server() -> None:

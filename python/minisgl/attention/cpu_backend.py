@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.attention.base import AttentionInputs, AttentionSpec
-from minisgl.attention.torch_backend import Decode, TorchAttention, attend_in_float32, gather_pages
+from minisgl.attention.torch_backend import DecodeRows, TorchAttention, attend_in_float32, gather_pages
 from minisgl.core import Int32Array
 
 Int64Array = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -31,7 +31,7 @@ _SMALL_PAGE, _BLOCK = 16, 64
 
 @dataclass(frozen=True, slots=True)
 class SingleDecode:
-    """Only decode row of a step, with contiguous pages in the pool. Implements Decode."""
+    """Only decode row of a step, with contiguous pages in the pool. Implements DecodeRows."""
 
     tokens: Tensor | None
     kv_range: slice  # indices in the pool of the tokens that it sees
@@ -65,7 +65,7 @@ class PageRun:
 
 @dataclass(frozen=True, slots=True)
 class PagedDecode:
-    """R decode rows that see B blocks in total; a block that two rows see counts twice. Implements Decode.
+    """R decode rows that see B blocks in total; a block that two rows see counts twice. Implements DecodeRows.
 
     A block is one page, or several small pages.
     """
@@ -118,7 +118,7 @@ class CpuAttention(TorchAttention):
 
     def _decodes(
         self, inputs: AttentionInputs, first: Int32Array, rows: Int32Array, window: int | None
-    ) -> list[Decode]:
+    ) -> list[DecodeRows]:
         if len(rows) == 0:
             return []
         size, table = self.spec.page_size, inputs.page_table.numpy()

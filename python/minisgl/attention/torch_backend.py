@@ -25,7 +25,7 @@ _MAX_SCORES = 1 << 20  # scores of a head that are stored at a time where torch'
 _LARGEST_HEAD = 256
 
 
-class Decode(Protocol):
+class DecodeRows(Protocol):
     """R rows of one query each."""
 
     @property
@@ -38,7 +38,7 @@ class Decode(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PaddedDecode:
-    """Rows padded at the end to the longest of them, L = pages x page_size positions. Implements Decode."""
+    """Rows padded at the end to the longest of them, L = pages x page_size positions. Implements DecodeRows."""
 
     tokens: Tensor | None
     pages: Tensor  # [R, pages] int32, those that a query sees
@@ -68,7 +68,7 @@ class PrefillRow:
 class TorchPlan:
     """Implements attention.base.AttentionPlan. Latent attention uses whole keys as values and cuts the result."""
 
-    decodes: Sequence[Decode]
+    decodes: Sequence[DecodeRows]
     prefills: Sequence[PrefillRow]
     spec: AttentionSpec
     stores_scores: bool  # True: prefills store their scores
@@ -122,7 +122,7 @@ class TorchAttention:
 
     def _decodes(
         self, inputs: AttentionInputs, first: Int32Array, rows: Int32Array, window: int | None
-    ) -> Sequence[Decode]:
+    ) -> Sequence[DecodeRows]:
         """Group the step's `rows` of one query; `first` is where the queries of each row of the step begin."""
         seen = inputs.kv_lens[rows] if window is None else np.minimum(inputs.kv_lens[rows], window)
         return [self._padded(inputs, first, similar, window) for similar in _similar_lengths(rows, seen)]

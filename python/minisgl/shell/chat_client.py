@@ -52,7 +52,7 @@ class _Models(msgspec.Struct, frozen=True):
     data: list[_Model]
 
 
-class Chunk(msgspec.Struct, frozen=True):
+class AnswerChunk(msgspec.Struct, frozen=True):
     """Content of one event."""
 
     text: str = ""
@@ -85,7 +85,7 @@ class ChatClient:
         except msgspec.DecodeError as error:
             raise ChatError(f"{self._base_url}/models is not an OpenAI API: {error}") from error
 
-    async def chat(self, body: dict[str, Any]) -> AsyncGenerator[Chunk, None]:
+    async def chat(self, body: dict[str, Any]) -> AsyncGenerator[AnswerChunk, None]:
         """Yield the answer as it comes. Leaving early closes the connection, which aborts the request at the server."""
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         try:
@@ -121,7 +121,7 @@ async def _event_data(blocks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     raise ChatError("the server closed the connection in the middle of its answer")
 
 
-def _chunk(data: bytes) -> Chunk:
+def _chunk(data: bytes) -> AnswerChunk:
     try:
         event = msgspec.json.decode(data, type=_Event)
     except msgspec.DecodeError as error:
@@ -129,9 +129,11 @@ def _chunk(data: bytes) -> Chunk:
     if event.error is not None:
         raise ChatError(event.error.message)
     if not event.choices:
-        return Chunk(usage=event.usage)
+        return AnswerChunk(usage=event.usage)
     choice = event.choices[0]
-    return Chunk(choice.delta.content or "", choice.delta.reasoning_content or "", choice.finish_reason, event.usage)
+    return AnswerChunk(
+        choice.delta.content or "", choice.delta.reasoning_content or "", choice.finish_reason, event.usage
+    )
 
 
 def _refusal(status: int, content: bytes) -> ChatError:

@@ -21,8 +21,6 @@ from minisgl.limits import UNLIMITED
 from minisgl.sampling_params import InvalidRequest, SamplingParams
 from minisgl.shell.chat_client import ChatClient, ChatError
 
-Message = dict[str, str]
-
 # Fields that the user cannot set: the shell would not show their effect, or requests have no field of this name.
 _HIDDEN = ("logprobs", "prompt_logprobs", "grammar", "bad_words_ids")
 _KINDS = {name: kind for name, kind in typing.get_type_hints(SamplingParams).items() if name not in _HIDDEN}
@@ -126,9 +124,9 @@ class Conversation:
     """The turns so far, alternately question and answer, under one system message."""
 
     system: str = ""
-    turns: list[Message] = field(default_factory=list)
+    turns: list[dict[str, str]] = field(default_factory=list)
 
-    def messages(self, question: str | None = None) -> list[Message]:
+    def messages(self, question: str | None = None) -> list[dict[str, str]]:
         """Return the messages of a request's body, with a new question at the end."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         asked = [] if question is None else [{"role": "user", "content": question}]
@@ -152,7 +150,7 @@ class Conversation:
 
 
 @dataclass(slots=True)
-class Answer:
+class TimedAnswer:
     """One answer and its times, in seconds after the question was sent."""
 
     text: str = ""
@@ -251,7 +249,7 @@ class Session:
     # --- the question -----------------------------------------------------------------------------------------
 
     def _ask(self, question: str) -> None:
-        answer = Answer()
+        answer = TimedAnswer()
         self._is_answering = True
         try:
             with self._view.answer() as shown:
@@ -273,7 +271,7 @@ class Session:
         if self._must_end:
             self.terminate()
 
-    async def _stream(self, question: str, answer: Answer, shown: AnswerView) -> None:
+    async def _stream(self, question: str, answer: TimedAnswer, shown: AnswerView) -> None:
         body = {"model": self._model, **self.sampling.fields(), "messages": self.conversation.messages(question)}
         begin = time.perf_counter()
         async with aclosing(self._client.chat(body)) as chunks:

@@ -12,7 +12,6 @@ from minisgl.optional_packages import can_be_found
 from minisgl.process.child import start_module
 
 API_KEY = "MINISGL_API_KEY"  # the environment variable of the shell's key
-GRACE_SECONDS = 1.0
 PACKAGES = {"prompt-toolkit": "prompt_toolkit", "rich": "rich", "markdown-it-py": "markdown_it"}  # the extra `shell`
 
 
@@ -28,7 +27,7 @@ class ShellProcess:
         key = {} if api_key is None else {API_KEY: api_key}
         self.process = start_module("minisgl.shell", "--base-url", local_url(host, port), "--model", model, env=key)
 
-    def end(self, grace: float = GRACE_SECONDS) -> int:
+    def end(self, grace: float = 1.0) -> int:
         """End the process if it still runs, and restore the terminal's modes. A running answer gets `grace` seconds.
 
         Returns its exit code.

@@ -27,7 +27,7 @@ from minisgl.progress import progress_bar
 from minisgl.sampling_params import InvalidRequest
 from minisgl.tokenizer.text import TextTokenizer
 from minisgl.verify.compare import tolerance
-from minisgl.verify.findings import Decode, judge, print_report
+from minisgl.verify.findings import Detokenize, judge, print_report
 from minisgl.verify.oracle import run_transformers
 from minisgl.verify.ours import run_engine
 from minisgl.verify.prompt_texts import make_prompts
@@ -101,7 +101,7 @@ def _verify(args: argparse.Namespace) -> int:
             about = {"model": args.model, "device": str(device), "dtype": str(dtype).removeprefix("torch.")}
             print(json.dumps({**about, **report.to_json()}, indent=2, ensure_ascii=False))
         else:
-            decode: Decode | None = None if tokenizer is None else lambda ids: tokenizer.decode(ids, False)
+            decode: Detokenize | None = None if tokenizer is None else lambda ids: tokenizer.decode(ids, False)
             print_report(report, answers, decode)
     return 0 if report.ok else 1
 

@@ -11,7 +11,7 @@ from minisgl.verify.compare import Parting, Position, Tolerance
 from minisgl.verify.oracle import Answers, Expected
 from minisgl.verify.ours import OurAnswers
 
-Decode = Callable[[Sequence[int]], str]
+Detokenize = Callable[[Sequence[int]], str]
 SHOWN_CHARS = 60
 
 
@@ -118,7 +118,7 @@ def judge(answers: Answers, ours: OurAnswers, tolerance: Tolerance, *, has_exper
     return Report(tolerance, prompts, ours.layers, answers.is_float32)
 
 
-def print_report(report: Report, answers: Answers, decode: Decode | None) -> None:
+def print_report(report: Report, answers: Answers, decode: Detokenize | None) -> None:
     """Print the table, then every place where the two part, then the verdict."""
     measure = "from transformers in float32" if report.is_float32 else "from transformers"
     print(f"distance of our logits {measure}, also in standard deviations")
@@ -160,7 +160,7 @@ def print_report(report: Report, answers: Answers, decode: Decode | None) -> Non
     print(colored(f"FAILED: beyond rounding ({limits}); the two part at {report.first_layer}", "red"))
 
 
-def _places(prompt: PromptResult, expected: Expected, decode: Decode | None) -> list[str]:
+def _places(prompt: PromptResult, expected: Expected, decode: Detokenize | None) -> list[str]:
     lines = []
     tokens = expected.tokens
 

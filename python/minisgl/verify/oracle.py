@@ -26,7 +26,7 @@ from minisgl.config import ConfigError
 from minisgl.error_text import in_one_line
 from minisgl.models.generic.pretrained import loading_by_transformers
 from minisgl.verify.compare import compare_rows
-from minisgl.verify.prompt_texts import Prompt
+from minisgl.verify.prompt_texts import NamedPrompt
 
 Float32Array = NDArray[np.float32]
 
@@ -37,7 +37,7 @@ TRACED = 32  # last prompt tokens whose hidden states are kept, to find the laye
 class Expected:
     """One prompt's answer: `logits[p]` follow tokens[: p + 1]; the last row chose the last new token."""
 
-    prompt: Prompt
+    prompt: NamedPrompt
     new_tokens: list[int]
     logits: Float32Array  # [len(prompt) + len(new_tokens) - 1, vocab], in a file
     rounding: float = 0.0  # largest rms by which transformers' logits in the dtype miss these, in standard deviations
@@ -60,7 +60,7 @@ class Answers:
 @torch.inference_mode()
 def run_transformers(
     folder: Path,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[NamedPrompt],
     *,
     new_tokens: int,
     dtype: torch.dtype,
@@ -131,7 +131,7 @@ def _experts(folder: Path, dtype: torch.dtype) -> str | None:
     return "eager" if any(width * dtype.itemsize % 16 for width in widths) else None
 
 
-def _answer(model: Any, prompt: Prompt, new_tokens: int, device: torch.device, file: Path) -> Expected:
+def _answer(model: Any, prompt: NamedPrompt, new_tokens: int, device: torch.device, file: Path) -> Expected:
     logits: Float32Array | None = None
     chosen: list[int] = []
     cache, step, done = None, prompt.tokens, 0

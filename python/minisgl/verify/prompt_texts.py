@@ -38,12 +38,12 @@ ENDS = (("numbers", 25), ("german", 40))
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class NamedPrompt:
     name: str
     tokens: list[int]
 
 
-def make_prompts(encode: Callable[[str], Sequence[int]] | None, *, vocab_size: int, max_len: int) -> list[Prompt]:
+def make_prompts(encode: Callable[[str], Sequence[int]] | None, *, vocab_size: int, max_len: int) -> list[NamedPrompt]:
     """Return the prompts, none longer than `max_len`. `encode=None`, for a model without a tokenizer: random tokens."""
     rng = random.Random(0)
     random_text = {name: [rng.randrange(vocab_size) for _ in range(500)] for name in TEXTS}
@@ -64,4 +64,4 @@ def make_prompts(encode: Callable[[str], Sequence[int]] | None, *, vocab_size: i
     plan = [(name_of(name, count), tokens(name, count)) for name, count in PLAN]
     begin = tokens(*SHARED)
     plan += [(f"{SHARED[0]} {SHARED[1]} + {count}", begin + tokens(name, count)) for name, count in ENDS]
-    return [Prompt(name, known[:max_len]) for name, known in plan]
+    return [NamedPrompt(name, known[:max_len]) for name, known in plan]

@@ -63,7 +63,6 @@ TemplateKwargs = Annotated[
     dict[str, Any], RequestField("Arguments that the chat template gets by name.", {"enable_thinking": False})
 ]
 ParallelToolCalls = Annotated[bool, RequestField("An answer may have more than one tool call.", True)]
-Prompt = Annotated[Any, any_of(STRING, STRINGS, IDS, {"type": "array", "items": IDS}), _Prompt]
 Temperature = RequestField(
     "Randomness of the choice; below 0.00001 it is greedy.", 0.7, ge=0, le=MAX_OPENAI_TEMPERATURE
 )
@@ -216,7 +215,7 @@ class CompletionBody(OpenAIBody):
 
     example_fields: ClassVar[tuple[str, ...]] = ("prompt", "max_tokens", "temperature")
 
-    prompt: Prompt
+    prompt: Annotated[Any, any_of(STRING, STRINGS, IDS, {"type": "array", "items": IDS}), _Prompt]
     max_tokens: int | None = 16  # OpenAI's default
     add_special_tokens: Annotated[
         bool, RequestField("Add the tokenizer's special tokens, such as BOS, to prompts that are text.", True)

@@ -23,7 +23,7 @@ Item = TypeVar("Item")
 Values = list[float] | str  # str: little-endian float32 in base64
 
 
-class ItemList(msgspec.Struct, Generic[Item], frozen=True, tag_field="object", tag="list"):
+class PooledList(msgspec.Struct, Generic[Item], frozen=True, tag_field="object", tag="list"):
     """One item for each input, in order."""
 
     id: str
@@ -55,19 +55,19 @@ class Score(msgspec.Struct, frozen=True, tag_field="object", tag="score"):
     score: float
 
 
-class Embeddings(ItemList[Embedding], frozen=True):
+class Embeddings(PooledList[Embedding], frozen=True):
     """Answer of /v1/embeddings."""
 
 
-class PooledVectors(ItemList[PooledVector], frozen=True):
+class PooledVectors(PooledList[PooledVector], frozen=True):
     """Answer of /pooling."""
 
 
-class Classifications(ItemList[Classified], frozen=True):
+class Classifications(PooledList[Classified], frozen=True):
     """Answer of /classify."""
 
 
-class Scores(ItemList[Score], frozen=True):
+class Scores(PooledList[Score], frozen=True):
     """Answer of /score."""
 
 
@@ -114,9 +114,9 @@ class VectorWriter(Writer):
 
 
 def list_writer(
-    prefix: str, kind: type[ItemList[Item]], model: str, items: Callable[[list[Float32Array]], list[Item]]
+    prefix: str, kind: type[PooledList[Item]], model: str, items: Callable[[list[Float32Array]], list[Item]]
 ) -> VectorWriter:
-    """Return the writer of an `ItemList`; `items` makes its items from the vectors."""
+    """Return the writer of a `PooledList`; `items` makes its items from the vectors."""
     created = int(time.time())
     return VectorWriter(prefix, lambda id, vectors, usage: kind(id, created, model, items(vectors), usage))
 
