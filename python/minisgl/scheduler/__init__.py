@@ -8,6 +8,7 @@ sends plans to the other ranks. `scheduler` decides, with a part for each questi
 - where the rows are: `table` has a row for each slot, `request_pages` its pages, `window_rows` those of layers with a
   window, and `state_snapshots` says when the state of a recurrent layer is saved.
 - what a step returned: `step_results` applies it, `token_scores` packs log-probabilities.
+- when the device had too little memory: `step_recovery` undoes the plans.
 
 `step_trace` records steps for the glass box, `kv_publisher` tells routers what is cached.
 """

@@ -1,8 +1,8 @@
-"""The scheduler's decisions: admission, the plan of each step, and the recovery if the device has too little memory.
+"""The scheduler's decisions: admission, and the plan of each step.
 
 It knows no device: `schedule` makes plans and `complete` takes their tokens, in the same order but not necessarily
-before the next plan is made (overlap). `step_results` applies the tokens to their requests, and only `lifecycle`
-changes a request's state.
+before the next plan is made (overlap). `step_results` applies the tokens to their requests, `step_recovery` undoes
+plans for which the device had too little memory, and only `lifecycle` changes a request's state.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from minisgl.message.types import TextOptions
 from minisgl.sampling_params import SamplingParams
 from minisgl.scheduler.batch_policy import Chunks, longest_first, make_batch_policy
 from minisgl.scheduler.lifecycle import RequestLifecycle
-from minisgl.scheduler.request import Request, RequestState
+from minisgl.scheduler.request import Request
 from minisgl.scheduler.request_pages import RequestPages
 from minisgl.scheduler.state_snapshots import StateSnapshots
-from minisgl.scheduler.step_limits import StepLimits, is_small
+from minisgl.scheduler.step_limits import StepLimits
+from minisgl.scheduler.step_recovery import StepRecovery
 from minisgl.scheduler.step_results import StepResults
 from minisgl.scheduler.table import SlotTable
 from minisgl.scheduler.token_scores import scored_tokens
@@ -35,8 +36,6 @@ from minisgl.step_cost import StepCost
 from minisgl.structured_output.protocol import Grammars, NoGrammars
 
 logger = logging.getLogger(__name__)
-
-MAX_FAILURES = 2  # small steps of a request alone that may fail before it ends with an error
 
 
 class Scheduler:
@@ -81,10 +80,10 @@ class Scheduler:
         self._grammars = grammars or NoGrammars()
         self._requests = RequestLifecycle(config.schedule_policy, self._table, self._pages, self._snapshots)
         self._results = StepResults(self._table, self._requests, eos_token_ids, self._grammars)
+        self._recovery = StepRecovery(self._table, self._pages, self._requests, self._snapshots, self._limits)
         self._arrived_tokens = 0  # prompt tokens that have arrived
         self._next_step = 0
         self._completed_step = -1
-        self.failed_steps = 0  # for which the device had too little memory
 
     # --- requests come and go ---------------------------------------------------------------------------------
 
@@ -137,6 +136,11 @@ class Scheduler:
     def retractions(self) -> int:
         """Number of retractions since the start."""
         return self._requests.retractions
+
+    @property
+    def failed_steps(self) -> int:
+        """Number of steps for which the device had too little memory."""
+        return self._recovery.failed_steps
 
     @property
     def is_compiling(self) -> bool:
@@ -298,63 +302,9 @@ class Scheduler:
         self._batch_policy.record(batch, seconds)
 
     def take_back(self, batches: Sequence[Batch]) -> None:
-        """Undo plans that were not executed: the step for which the device had too little memory, and all later ones.
-
-        All steps before must be complete. The requests of these steps are retracted, so that the device gets all their
-        rows anew; they come back in smaller steps, the oldest first. A request that fails alone in a small step,
-        MAX_FAILURES times without a token in between, ends with an error.
-        """
-        failed, table = batches[0], self._table
-        alone = table.request(int(failed.slots[0])) if is_small(failed) else None
-        self.failed_steps += 1
-        self._limits.lower(failed)
-        logger.warning(
-            "out of memory in a step of %d requests and %d tokens; next: at most %d requests, prefills of %d tokens",
-            *(len(failed.slots), failed.num_tokens, self._limits.running, self._limits.prefill_tokens),
-        )
-        for batch in reversed(batches):
-            table.cached_len[batch.slots] = batch.start_pos
-        named = {slot for batch in batches for slot in batch.slots.tolist()}
-        named |= {row.slot for batch in batches for row in batch.new_rows}
+        """Undo plans that were not executed, as `StepRecovery.take_back`; all steps before must be complete."""
         self._completed_step = batches[-1].step
-        self._retract_unwritten([request for slot in sorted(named) if (request := table.requests[slot]) is not None])
-        if self._snapshots is not None:
-            self._snapshots.take_back(batches)
-        if alone is not None and alone.state is RequestState.RETRACTED:
-            alone.failures += 1
-            if alone.failures == MAX_FAILURES:
-                name = {"request_id": alone.request_id}
-                logger.error("the device has too little memory for request %(request_id)s alone", name, extra=name)
-                self._requests.end(alone, "error")
-
-    def _retract_unwritten(self, requests: Sequence[Request]) -> None:
-        """Retract requests, and remove their cached pages whose K and V were never written.
-
-        A prompt's pages are in the cache from the plan of its last chunk on. A retraction puts even unwritten ones
-        there, so they are removed afterwards. Requests that shared them entered in one of the undone steps, so they are
-        retracted too.
-        """
-        table = self._table
-        unwritten: list[tuple[Request, int]] = []
-        unwritten_pages: list[Int32Array] = []
-        for request in requests:
-            assert request.prefix is not None
-            written = int(table.cached_len[request.slot])
-            unwritten_pages.append(request.prefix.pages[written // table.page_size :])
-            length = self._pages.unwritten(request, written)
-            if length is not None:
-                table.cached_len[request.slot] = request.prefix.cached_len
-                unwritten.append((request, length))
-        for request in requests:
-            if request.state is RequestState.RUNNING:
-                if int(table.known_len[request.slot]) > len(request.token_ids):
-                    request.failures = 0
-                self._requests.retract(request)
-        self._requests.retire(self._completed_step)
-        for pages in unwritten_pages:
-            self._pages.forget_windows(pages)
-        for request, length in unwritten:
-            self._pages.forget(request, length)
+        self._recovery.take_back(batches)
 
     def take_output(self) -> StepOutput:
         """Return the events since the last call, at most one step's tokens among them."""
