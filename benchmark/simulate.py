@@ -34,7 +34,7 @@ from measuring.workload import fit_context, poisson_arrivals
 from minisgl.config import SchedulerConfig
 from minisgl.core import AnyArray, Batch, Int32Array, PendingStep, StepResult
 from minisgl.engine.step_costs import measure
-from minisgl.kvcache import make_cache
+from minisgl.kvcache.pools import make_pools
 from minisgl.sampling_params import SamplingParams
 from minisgl.scheduler.loop import StepLoop
 from minisgl.scheduler.scheduler import Scheduler
@@ -144,8 +144,7 @@ def simulate(
     clock = Clock()
     scheduler = Scheduler(
         config,
-        cache=make_cache(config.cache, PAGE_SIZE),
-        num_pages=NUM_PAGES,
+        make_pools(config.cache, PAGE_SIZE, NUM_PAGES),
         num_slots=num_slots,
         max_seq_len=MAX_SEQ_LEN,
         eos_token_ids=(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from minisgl.config import SchedulerConfig
-from minisgl.kvcache import make_cache
+from minisgl.kvcache.pools import make_pools
 from minisgl.scheduler.loop import StepLoop
 from minisgl.scheduler.scheduler import Scheduler
 from simulate import Clock, Device, Roofline
@@ -16,8 +16,7 @@ def make_loop(num_slots: int, num_pages: int) -> StepLoop:
     config = SchedulerConfig(max_prefill_tokens=100)
     scheduler = Scheduler(
         config,
-        cache=make_cache("radix", page_size=16),
-        num_pages=num_pages,
+        make_pools("radix", 16, num_pages),
         num_slots=num_slots,
         max_seq_len=2000,
         eos_token_ids=(),

@@ -16,9 +16,8 @@ import numpy as np
 
 from minisgl.config import SchedulerConfig
 from minisgl.core import Batch, DeviceOutOfMemory, Int32Array, Logprobs, StepResult
-from minisgl.kvcache import make_cache
-from minisgl.kvcache.snapshots import SnapshotStore
-from minisgl.kvcache.window import WindowGroup, WindowPool, usual_ratio, windowed_pages
+from minisgl.kvcache.pools import make_pools
+from minisgl.kvcache.window import WindowGroup, usual_ratio, windowed_pages
 from minisgl.message.types import LogprobRows, PositionLogprobs, unpack_ids
 from minisgl.sampling_params import SamplingParams
 from minisgl.scheduler.loop import StepLoop
@@ -357,9 +356,6 @@ class World:
             has_states=self.snapshots > 0,
             window=self.window,
         )
-        self.store = SnapshotStore(self.snapshots, self.num_pages) if self.snapshots else None
-        self.windows = None if self.window is None else WindowPool(self._window_group(self.window), self.num_pages)
-        observers = [observer for observer in (self.store, self.windows) if observer is not None]
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_prefill_tokens=self.chunk,
@@ -368,15 +364,18 @@ class World:
                 target_tbt=self.target_tbt,
                 state_snapshot_distance=self.snapshot_distance,
             ),
-            cache=make_cache(self.cache, self.page_size, *observers),  # type: ignore[arg-type]
-            num_pages=self.num_pages,
+            make_pools(
+                self.cache,  # type: ignore[arg-type]
+                self.page_size,
+                self.num_pages,
+                window=None if self.window is None else self._window_group(self.window),
+                num_snapshots=self.snapshots,
+            ),
             num_slots=self.num_slots,
             max_seq_len=min(self.max_seq_len, self.num_pages * self.page_size),
             eos_token_ids=(EOS,),
             grammars=SimulatedGrammars(),
             cost=self.cost,
-            snapshots=self.store,
-            windows=self.windows,
         )
         # Time stands still: it must not decide what a test sees.
         self.loop = StepLoop(self.scheduler, self.device, overlap=self.overlap, clock=lambda: 0.0)

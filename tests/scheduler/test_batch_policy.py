@@ -12,7 +12,7 @@ import pytest
 
 from minisgl.config import SchedulerConfig
 from minisgl.core import Batch, Int32Array, StepResult
-from minisgl.kvcache import make_cache
+from minisgl.kvcache.pools import make_pools
 from minisgl.sampling_params import SamplingParams
 from minisgl.scheduler.batch_policy import (
     LANE,
@@ -393,8 +393,7 @@ def timed_loop(
     """Return a scheduler that knows a cost model, and the loop that runs it on the device."""
     scheduler = Scheduler(
         config,
-        cache=make_cache("radix", 16),
-        num_pages=20_000,
+        make_pools("radix", 16, num_pages=20_000),
         num_slots=num_slots,
         max_seq_len=100_000,
         eos_token_ids=(7,),

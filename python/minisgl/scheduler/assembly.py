@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from minisgl.config import SchedulerConfig
-from minisgl.kvcache import make_cache
 from minisgl.kvcache.base import CacheObserver
-from minisgl.kvcache.snapshots import SnapshotStore
-from minisgl.kvcache.window import WindowGroup, WindowPool
+from minisgl.kvcache.pools import make_pools
+from minisgl.kvcache.window import WindowGroup
 from minisgl.limits import Limits
 from minisgl.message.socket import Outbox
 from minisgl.message.to_scheduler import ToRank
@@ -53,30 +52,32 @@ def make_loop(
 
     Without `grammars` no request may have one. `observer` is told which prefixes are cached.
     """
-    cache, snapshots = config.cache, None
-    if not reuses_prefixes(config, model) and cache == "radix":
+    kind, num_snapshots = config.cache, 0
+    if not reuses_prefixes(config, model) and kind == "radix":
         logger.info("no prefix is reused: a mean needs the states of all tokens")
-        cache = "naive"
-    if model.is_hybrid and cache == "radix":
-        if engine.num_snapshots:
-            snapshots = SnapshotStore(engine.num_snapshots, engine.num_pages)
-        else:
+        kind = "naive"
+    if model.is_hybrid and kind == "radix":
+        num_snapshots = engine.num_snapshots
+        if not num_snapshots:
             logger.info("no prefix is reused: there is no room for snapshots of the recurrent layers' states")
-            cache = "naive"
-    windows = None if engine.window is None else WindowPool(engine.window, engine.num_pages)
-    observers = [told for told in (snapshots, windows, observer) if told is not None]
+            kind = "naive"
+    pools = make_pools(
+        kind,
+        engine.page_size,
+        engine.num_pages,
+        window=engine.window,
+        num_snapshots=num_snapshots,
+        observer=observer,
+    )
     scheduler = Scheduler(
         config,
-        cache=make_cache(cache, engine.page_size, *observers),
-        num_pages=engine.num_pages,
+        pools,
         num_slots=engine.num_slots,
         max_seq_len=engine.limits.max_seq_len,
         eos_token_ids=model.eos_token_ids,
         grammars=grammars,
         cost=engine.step_cost,
-        pools=model.pooling is not None,
-        snapshots=snapshots,
-        windows=windows,
+        makes_vectors=model.pooling is not None,
     )
     if not followers:
         return StepLoop(scheduler, engine, overlap=config.overlap)

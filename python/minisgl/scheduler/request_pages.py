@@ -9,10 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from minisgl.core import CacheNode, IndexArray, Int32Array, pages_for
-from minisgl.kvcache.base import CacheHandle, CacheManager
-from minisgl.kvcache.pages import PagePool
-from minisgl.kvcache.snapshots import SnapshotStore
-from minisgl.kvcache.window import WindowPool
+from minisgl.kvcache.base import CacheHandle
+from minisgl.kvcache.pools import CachePools
 from minisgl.scheduler.request import Request
 from minisgl.scheduler.table import SlotTable
 from minisgl.scheduler.window_rows import WindowRows
@@ -26,23 +24,17 @@ class RequestPages:
     Layers that attend to a window may have pages of their own (`_windows`); all other layers are the full group.
     """
 
-    def __init__(
-        self,
-        cache: CacheManager,
-        num_pages: int,
-        table: SlotTable,
-        snapshots: SnapshotStore | None,
-        windows: WindowPool | None,
-        max_prefill_tokens: int,
-    ) -> None:
-        """`snapshots`: a prefix can be used only up to a snapshot. `max_prefill_tokens` of a step, for `windows`."""
-        self._cache = cache
-        self._snapshots = snapshots
-        self._pool = PagePool(num_pages, cache)
+    def __init__(self, pools: CachePools, table: SlotTable, max_prefill_tokens: int) -> None:
+        """`max_prefill_tokens`: of a step, whose tokens all need windowed pages."""
+        self._pool = pools.pages
+        self._cache = pools.pages.cache
+        self._snapshots = pools.snapshots  # a prefix can be used only up to a snapshot
         self._table = table
-        self._page_size = cache.page_size
+        self._page_size = self._cache.page_size
         self._reserved = 0  # promised to running requests and not yet allocated
-        self._windows = None if windows is None else WindowRows(windows, table, num_pages, max_prefill_tokens)
+        self._windows = None
+        if pools.windows is not None:
+            self._windows = WindowRows(pools.windows, table, self._pool.num_pages, max_prefill_tokens)
 
     @property
     def num_pages(self) -> int:

@@ -15,9 +15,8 @@ import numpy as np
 
 from minisgl.config import SchedulerConfig
 from minisgl.core import AnyArray, Batch, CacheNode, FinishReason, Int32Array, NewRow, StepResult
-from minisgl.kvcache.base import CacheHandle, CacheManager
-from minisgl.kvcache.snapshots import SnapshotStore
-from minisgl.kvcache.window import WindowPool
+from minisgl.kvcache.base import CacheHandle
+from minisgl.kvcache.pools import CachePools
 from minisgl.message.engine_state import SequenceState
 from minisgl.message.to_detokenizer import StepOutput
 from minisgl.message.types import TextOptions
@@ -49,32 +48,25 @@ class Scheduler:
     def __init__(
         self,
         config: SchedulerConfig,
+        pools: CachePools,
         *,
-        cache: CacheManager,
-        num_pages: int,
         num_slots: int,
         max_seq_len: int,
         eos_token_ids: tuple[int, ...],
         grammars: Grammars | None = None,
         cost: StepCost | None = None,
-        pools: bool = False,
-        snapshots: SnapshotStore | None = None,
-        windows: WindowPool | None = None,
+        makes_vectors: bool = False,
     ) -> None:
-        """`pools`: the model makes a vector of each prompt instead of tokens, which ends the request.
-
-        `snapshots`: store for states of recurrent layers, if the model has such. `windows`: pages of layers that attend
-        to a window, if these have pages of their own. Both must be observers of `cache`.
-        """
-        self._pooling = pools
+        """`makes_vectors`: the model makes a vector of each prompt instead of tokens, which ends the request."""
+        self._makes_vectors = makes_vectors
         self._limits = StepLimits(config.max_prefill_tokens, num_slots)
         self._batch_policy = make_batch_policy(config, cost)
-        self._table = SlotTable(num_slots, max_seq_len, cache.page_size)
-        self._pages = RequestPages(cache, num_pages, self._table, snapshots, windows, config.max_prefill_tokens)
+        self._table = SlotTable(num_slots, max_seq_len, pools.pages.cache.page_size)
+        self._pages = RequestPages(pools, self._table, config.max_prefill_tokens)
         self._snapshots = None
-        if snapshots is not None:
+        if pools.snapshots is not None:
             self._snapshots = StateSnapshots(
-                snapshots, self._pages, self._table, distance=config.state_snapshot_distance
+                pools.snapshots, self._pages, self._table, distance=config.state_snapshot_distance
             )
         self._eos_token_ids = eos_token_ids
         self._grammars = grammars or NoGrammars()
@@ -105,7 +97,7 @@ class Scheduler:
             prompt_ids,
             sampling,
             seed,
-            max_len=len(prompt_ids) + (1 if self._pooling else sampling.max_tokens),
+            max_len=len(prompt_ids) + (1 if self._makes_vectors else sampling.max_tokens),
             arrival=self._arrived_tokens,
             prompt_len=len(prompt_ids),
             text=text or TextOptions(),
