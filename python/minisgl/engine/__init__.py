@@ -8,7 +8,7 @@ which `cpu_threads` says how many threads a step may use. A step is two launches
 - `sampler` draws the tokens, on a GPU `cuda_sampler`. Before it `logits_processing` applies what `logits_tables` holds
   of biases, penalties and forbidden ids. `sharded_logits` leaves each rank its shard of the logits.
 
-`graphs` replays decodes and small prefills, for the sizes of `graph_sizes`. The start goes in this order: `parts` loads
+`graphs` replays decodes and small prefills, for the sizes of `graph_sizes`. A `start` goes in this order: `parts` loads
 kernels and weights, `graph_trial` and `launch_trial` find the graphs that are right and that pay, `memory_trial` and
 `memory` size the KV pool, and `step_costs` measures how long steps take.
 """

@@ -21,7 +21,8 @@ from minisgl.engine.graph_trial import sizes_that_pass
 from minisgl.engine.graphs import DecodeGraphs, Graphs, samples_from_graph
 from minisgl.engine.memory import CPU_SEQUENCES, Needs, memory_budget, pool_size
 from minisgl.engine.memory_trial import measure_needs
-from minisgl.engine.parts import Phase, RunnerParts, load_parts, shard_logits
+from minisgl.engine.parts import RunnerParts, load_parts, shard_logits
+from minisgl.engine.start import EngineStart, Phase
 from minisgl.engine.step_costs import estimate, measure
 from minisgl.kvcache.layout import KVLayout
 from minisgl.kvcache.window import WindowGroup
@@ -43,39 +44,40 @@ class Engine:
         phase: Phase,
         progress: bool,
         max_prefill_tokens: int,
-        reuses_prefixes: bool = True,
+        reuses_prefixes: bool,
     ) -> None:
-        """`reuses_prefixes`: prefixes are cached, so that snapshots of recurrent states are worth their memory."""
+        """`phase`, `progress`, `max_prefill_tokens` and `reuses_prefixes` as in EngineStart."""
         self.device = resolve_device(config, tp.rank)
         self.dtype = resolve_dtype(config, model.dtype)
         self.page_size = config.page_size
         self._kv_format = "" if config.kv_cache_dtype == "auto" else f" in {config.kv_cache_dtype}"
         self._processed_logprobs = config.logprobs_mode == "processed_logprobs"
         self._tp = tp
-        context_len = _context_len(config, model)
-        parts = load_parts(
+        start = EngineStart(
             config,
             model,
             tp,
-            device=self.device,
-            dtype=self.dtype,
+            self.device,
+            self.dtype,
+            context_len=_context_len(config, model),
+            max_prefill_tokens=max_prefill_tokens,
+            reuses_prefixes=reuses_prefixes,
             phase=phase,
             progress=progress,
-            context_len=context_len,
-            reuses_prefixes=reuses_prefixes,
         )
+        parts = load_parts(start)
         self._queue = parts.queue
         self.num_slots, self.num_snapshots = parts.num_slots, parts.num_snapshots
-        sizes = self._graph_sizes(config, parts, phase, context_len, max_prefill_tokens)
-        parts = self._with_sharded_logits(parts, sizes, model)
-        needs, sizes, launching = self._measure_needs(parts, sizes, phase, context_len, max_prefill_tokens)
+        sizes = self._graph_sizes(parts)
+        parts = self._with_sharded_logits(parts, sizes)
+        needs, sizes, launching = self._measure_needs(parts, sizes)
         with phase("allocate the KV cache"):
             layout = parts.attention.kv_layout
-            self.num_pages, num_window_pages = self._pool_size(config, layout, needs, context_len, max_prefill_tokens)
+            self.num_pages, num_window_pages = self._pool_size(start, layout, needs)
             # Layers that have pages of their own.
             self.window = None if layout.window is None else WindowGroup(layout.window, num_window_pages)
             # The pool must be able to hold a sequence of this length.
-            max_seq_len = min(context_len, self.num_pages * self.page_size)
+            max_seq_len = min(start.context_len, self.num_pages * self.page_size)
             self.limits = Limits(max_seq_len=max_seq_len, vocab_size=model.vocab_size)
             # On the queue, as is all that follows: another stream's fill would race with the first step's reads.
             self._runner = self._queue.call(partial(parts.runner, self.num_pages, num_window_pages, max_seq_len))
@@ -86,76 +88,67 @@ class Engine:
         )
         # Output of the forward whose sampling has not been launched yet.
         self._forwarded: Callable[[], ForwardOutput] | None = None
-        self._graphs = self._capture_graphs(sizes, phase, progress=progress)
-        self.step_cost: StepCost | None = self._step_cost(parts, model, phase, max_prefill_tokens, launching)
+        self._graphs = self._capture_graphs(start, sizes)
+        self.step_cost: StepCost | None = self._step_cost(parts, launching)
 
     # --- parts of the start -----------------------------------------------------------------------------------
 
-    def _graph_sizes(
-        self, config: EngineConfig, parts: RunnerParts, phase: Phase, context_len: int, max_prefill_tokens: int
-    ) -> GraphSizes | None:
+    def _graph_sizes(self, parts: RunnerParts) -> GraphSizes | None:
         """Return the sizes of possible CUDA graphs; for modules that are not ours, only those that pass a trial."""
-        sizes = graph_sizes(config, parts, max_prefill_tokens)
+        sizes = graph_sizes(parts)
         if sizes is None or not parts.model.graphs_by_trial:
             return sizes
-        with phase("try CUDA graphs"):
-            return self._queue.call(partial(sizes_that_pass, parts, sizes, context_len, self._tp))
+        with parts.start.phase("try CUDA graphs"):
+            return self._queue.call(partial(sizes_that_pass, parts, sizes))
 
-    def _with_sharded_logits(self, parts: RunnerParts, sizes: GraphSizes | None, model: ModelConfig) -> RunnerParts:
+    def _with_sharded_logits(self, parts: RunnerParts, sizes: GraphSizes | None) -> RunnerParts:
         """Return the parts with memory for sharded logits, if captured decodes can leave their logits sharded."""
         if sizes is None or self._tp.size == 1 or not parts.model.shards_logits:
             return parts
-        sharded = self._queue.call(partial(shard_logits, self._tp, parts.sampler, sizes.decode[-1], model, self.dtype))
+        sharded = self._queue.call(partial(shard_logits, parts, sizes.decode[-1]))
         return dataclasses.replace(parts, sharded_logits=sharded)
 
-    def _measure_needs(
-        self, parts: RunnerParts, sizes: GraphSizes | None, phase: Phase, context_len: int, max_prefill_tokens: int
-    ) -> tuple[Needs, GraphSizes | None, float]:
+    def _measure_needs(self, parts: RunnerParts, sizes: GraphSizes | None) -> tuple[Needs, GraphSizes | None, float]:
         """Return the memory that steps and graphs take on a GPU, the sizes of the graphs that pay, and the seconds of
         the launches of a step that no graph holds."""
         if self.device.type != "cuda":
             return Needs(), sizes, 0.0
-        smallest = self._tp.smallest
-        with phase("measure a step's memory"):
-            return self._queue.call(lambda: measure_needs(parts, sizes, context_len, max_prefill_tokens, smallest))
+        with parts.start.phase("measure a step's memory"):
+            return self._queue.call(partial(measure_needs, parts, sizes))
 
-    def _pool_size(
-        self, config: EngineConfig, layout: KVLayout, needs: Needs, context_len: int, max_prefill_tokens: int
-    ) -> tuple[int, int]:
+    def _pool_size(self, start: EngineStart, layout: KVLayout, needs: Needs) -> tuple[int, int]:
         """Return the pages of the KV pool and of its windowed group, the same on all ranks."""
-        budget = memory_budget(self.device, config.memory_ratio, self._tp.size, needs)
+        budget = memory_budget(self.device, start.config.memory_ratio, self._tp.size, needs)
         for_pages = self._tp.smallest(budget.pool) - layout.state_bytes(self.num_slots, self.num_snapshots)
         return pool_size(
-            config,
+            start.config,
             layout,
             dataclasses.replace(budget, pool=for_pages),
             useful_sequences=self.num_slots if self.device.type == "cuda" else min(self.num_slots, CPU_SEQUENCES),
-            context_len=context_len,
-            max_prefill_tokens=max_prefill_tokens,
+            context_len=start.context_len,
+            max_prefill_tokens=start.max_prefill_tokens,
         )
 
-    def _capture_graphs(self, sizes: GraphSizes | None, phase: Phase, *, progress: bool) -> Graphs | None:
+    def _capture_graphs(self, start: EngineStart, sizes: GraphSizes | None) -> Graphs | None:
         if sizes is None:
             return None
-        with phase("capture CUDA graphs"), progress_bar("CUDA graphs", len(sizes), shown=progress) as bar:
+        with start.phase("capture CUDA graphs"), progress_bar("CUDA graphs", len(sizes), shown=start.progress) as bar:
             return self._queue.call(lambda: Graphs(self._runner, sizes, self.limits.max_seq_len, bar.update))
 
-    def _step_cost(
-        self, parts: RunnerParts, model: ModelConfig, phase: Phase, max_prefill_tokens: int, launching: float
-    ) -> StepCost | None:
+    def _step_cost(self, parts: RunnerParts, launching: float) -> StepCost | None:
         """Return the cost of steps: measured on a GPU, estimated for a CPU."""
         if self.device.type != "cuda":
             weight_bytes = sum(weight.nbytes for weight in parts.model.parameters())
-            return estimate(weight_bytes, parts.model.layer_weights * len(model.layers), parts.attending)
-        with phase("measure a step's time"):
+            return estimate(weight_bytes, parts.model.layer_weights * len(parts.start.model.layers), parts.attending)
+        with parts.start.phase("measure a step's time"):
             cost = measure(
                 self._device_seconds,
                 num_pages=self.num_pages,
                 page_size=self.page_size,
                 num_slots=self.num_slots,
-                vocab_size=model.vocab_size,
+                vocab_size=self.limits.vocab_size,
                 max_seq_len=self.limits.max_seq_len,
-                max_prefill_tokens=max_prefill_tokens,
+                max_prefill_tokens=parts.start.max_prefill_tokens,
                 num_window_pages=None if self.window is None else self.window.num_pages,
             )
         return None if cost is None else dataclasses.replace(cost, launching=launching)

@@ -6,7 +6,6 @@ import logging
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from minisgl.config import EngineConfig
 from minisgl.engine.parts import RunnerParts
 from minisgl.models.pooling_model import PoolingModel
 
@@ -42,9 +41,10 @@ class GraphSizes:
         return GraphSizes(self.decode, [size for size in self.prefill if size in useful])
 
 
-def graph_sizes(config: EngineConfig, parts: RunnerParts, max_prefill_tokens: int) -> GraphSizes | None:
+def graph_sizes(parts: RunnerParts) -> GraphSizes | None:
     """Return the sizes that can be captured; None if steps run without graphs."""
-    if parts.device.type == "cpu":
+    config = parts.start.config
+    if parts.start.device.type == "cpu":
         if config.cuda_graph_max_bs is not None:
             logger.info("--cuda-graph-max-bs is for GPUs and not used on the CPU")
         return None
@@ -62,5 +62,5 @@ def graph_sizes(config: EngineConfig, parts: RunnerParts, max_prefill_tokens: in
         return None
     prefill = []
     if parts.attention.prefill_graph_safe and parts.model.prefill_graph_safe(parts.ops):
-        prefill = prefill_graph_sizes(max_prefill_tokens)
+        prefill = prefill_graph_sizes(parts.start.max_prefill_tokens)
     return GraphSizes(decode_graph_sizes(max_bs), prefill)

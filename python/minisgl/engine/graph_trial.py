@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from minisgl.core import Batch, pages_for
-from minisgl.distributed import TPGroup
 from minisgl.engine.forward import StepRunner, step_inputs, views_like
 from minisgl.engine.graph_sizes import GraphSizes
 from minisgl.engine.graphs import DecodeGraphs, GraphMemory, PrefillGraphs
@@ -33,9 +32,9 @@ _PROMPT_LEN = 5
 _ALIKE = 0.9
 
 
-def sizes_that_pass(parts: RunnerParts, sizes: GraphSizes, context_len: int, tp: TPGroup) -> GraphSizes | None:
+def sizes_that_pass(parts: RunnerParts, sizes: GraphSizes) -> GraphSizes | None:
     """Return the sizes that pass the trial, the same on all ranks; None if not even decodes do."""
-    layout = parts.attention.kv_layout
+    layout, context_len = parts.attention.kv_layout, parts.start.context_len
     pages = _ROWS * pages_for(_PROMPT_LEN + 1, layout.page_size)
     runner = dataclasses.replace(parts, num_slots=_ROWS).runner(
         pages, 0 if layout.window is None else pages, context_len
@@ -44,7 +43,7 @@ def sizes_that_pass(parts: RunnerParts, sizes: GraphSizes, context_len: int, tp:
     def fits(fault: str | None, what: str) -> bool:
         if fault is not None:
             logger.warning("%s run without CUDA graphs: %s", what, fault)
-        return tp.smallest(int(fault is None)) == 1
+        return parts.start.tp.smallest(int(fault is None)) == 1
 
     if not fits(_decode_fault(runner, context_len), "steps"):
         return None

@@ -7,7 +7,6 @@ meaningless, but the memory is that of real steps.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -73,19 +72,12 @@ def run_trial(runner: StepRunner, batch: Batch) -> StepResult[Tensor]:
     return runner.sample(batch, runner.forward(batch), processed_logprobs=True)
 
 
-def measure_needs(
-    parts: RunnerParts,
-    sizes: GraphSizes | None,
-    context_len: int,
-    max_prefill_tokens: int,
-    smallest: Callable[[int], int],
-) -> tuple[Needs, GraphSizes | None, float]:
-    """Return the bytes that steps and graphs take, the sizes of those graphs that pay, and `StepCost.launching`.
-
-    `smallest` returns the least of the ranks' values.
-    """
+def measure_needs(parts: RunnerParts, sizes: GraphSizes | None) -> tuple[Needs, GraphSizes | None, float]:
+    """Return the bytes that steps and graphs take, the sizes of those graphs that pay, and `StepCost.launching`."""
+    start = parts.start
+    context_len, max_prefill_tokens, smallest = start.context_len, start.max_prefill_tokens, start.tp.smallest
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved(parts.device)
+    before = torch.cuda.memory_reserved(start.device)
     runner = parts.runner(0, 0, context_len)
     # The trial's recurrent states have their real size, which the budget of the pool counts.
     states = parts.attention.kv_layout.state_bytes(parts.num_slots, parts.num_snapshots)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,14 +14,14 @@ import torch
 from minisgl.attention.backend_choice import make_attention
 from minisgl.attention.base import AttentionSpec, LayerSpec, RecurrentSpec
 from minisgl.attention.model_attention import ModelAttention
-from minisgl.config import ConfigError, EngineConfig
-from minisgl.distributed import TPGroup
+from minisgl.config import ConfigError
 from minisgl.engine.device import GIB, bound_primitive_caches
 from minisgl.engine.forward import StepRunner
 from minisgl.engine.memory import Needs, describe_states, memory_budget, slots_that_fit, snapshots_that_fit
 from minisgl.engine.pooling import PoolingRunner
 from minisgl.engine.queue import DeviceQueue, make_queue
 from minisgl.engine.sampler import Sampler, TorchSampler
+from minisgl.engine.start import EngineStart
 from minisgl.engine.state import SlotState
 from minisgl.kernel.availability import has_kernels, make_ops
 from minisgl.kernel.base import Ops
@@ -35,7 +33,6 @@ from minisgl.layers.layer_config import AttentionConfig
 from minisgl.layers.linear import bind_weights, product_labels
 from minisgl.layers.mlp import expert_labels
 from minisgl.models.base import Model
-from minisgl.models.config.model_config import ModelConfig
 from minisgl.models.loading import LoadOptions, build_model, load_model
 from minisgl.models.pooling_model import PoolingModel
 
@@ -44,13 +41,12 @@ if TYPE_CHECKING:  # needs CUDA's packages
 
 logger = logging.getLogger(__name__)
 
-Phase = Callable[[str], AbstractContextManager[None]]
-
 
 @dataclass(frozen=True, slots=True)
 class RunnerParts:
     """Parts of a runner that do not depend on the size of its pool."""
 
+    start: EngineStart
     queue: DeviceQueue
     model: Model
     num_slots: int
@@ -59,7 +55,6 @@ class RunnerParts:
     attending: list[AttentionSpec]  # of the layers with attention (not recurrent ones)
     ops: Ops
     sampler: Sampler
-    device: torch.device
     sharded_logits: ShardedLogits | None = None
 
     def runner(self, num_pages: int, num_window_pages: int, max_seq_len: int) -> StepRunner:
@@ -68,7 +63,7 @@ class RunnerParts:
         kv = KVPool(
             layout,
             num_pages,
-            self.device,
+            self.start.device,
             num_slots=self.num_slots,
             num_snapshots=self.num_snapshots,
             num_window_pages=num_window_pages,
@@ -78,7 +73,7 @@ class RunnerParts:
             max_seq_len=max_seq_len,
             page_size=kv.page_size,
             scratch_page=kv.scratch_page,
-            device=self.device,
+            device=self.start.device,
             scratch_window_page=None if layout.window is None else kv.scratch_window_page,
         )
         if isinstance(self.model, PoolingModel):
@@ -86,28 +81,18 @@ class RunnerParts:
         return StepRunner(self.model, kv, state, self.attention, self.ops, self.sampler, self.sharded_logits)
 
 
-def load_parts(
-    config: EngineConfig,
-    model: ModelConfig,
-    tp: TPGroup,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    phase: Phase,
-    progress: bool,
-    context_len: int,
-    reuses_prefixes: bool,
-) -> RunnerParts:
+def load_parts(start: EngineStart) -> RunnerParts:
     """Load a rank's kernels and weights, and compute how many slots and snapshots of recurrent states fit.
 
     ConfigError if the device cannot compute the model, or has too little memory for it.
     """
-    specs = _layer_specs(config, model, tp, dtype)
+    config, model, tp, device, dtype = start.config, start.model, start.tp, start.device, start.dtype
+    specs = _layer_specs(start)
     attending = [spec for spec in specs if isinstance(spec, AttentionSpec)]
     quantized = config.quantization != "auto" or model.quantization is not None
     if device.type == "cpu":
         bound_primitive_caches()
-    with phase("load kernels"):  # first, so that threads compile them while weights are loaded
+    with start.phase("load kernels"):  # first, so that threads compile them while weights are loaded
         queue = make_queue(device, config.max_running_requests)
         ops = make_ops(device)
         sampler = _make_sampler(device, dtype)
@@ -118,11 +103,11 @@ def load_parts(
                 kernels = dataclasses.replace(kernels, experts=frozenset())
             ops.begin_compiling(kernels)
         windows = [spec.window for spec in attending if spec.window is not None]
-        grouped = leaves_pages_behind(windows, config.page_size, context_len)
+        grouped = leaves_pages_behind(windows, config.page_size, start.context_len)
         attention = queue.call(lambda: make_attention(config.attention, specs, device, window_group=grouped))
         attention.begin_compiling(config.max_running_requests)
-    with phase("load weights"):
-        weights = queue.call(lambda: _load_weights(config, model, tp, dtype, device, ops, progress=progress))
+    with start.phase("load weights"):
+        weights = queue.call(lambda: _load_weights(start, ops))
         queue.call(lambda: bind_weights(weights, ops))
         if quantized and device.type == "cuda":
             ops.begin_compiling(weights.kernel_needs(attending[0].kv_dtype))
@@ -130,54 +115,46 @@ def load_parts(
                 attention.begin_compiling(config.max_running_requests, rounded=True)
     if quantized and tp.rank == 0:
         logger.info("products read %s", ", ".join([product_labels(weights), *expert_labels(weights)]))
-    num_slots, num_snapshots = _slots_and_snapshots(config, attention.kv_layout, tp, device, reuses_prefixes)
-    return RunnerParts(queue, weights, num_slots, num_snapshots, attention, attending, ops, sampler, device)
+    num_slots, num_snapshots = _slots_and_snapshots(start, attention.kv_layout)
+    return RunnerParts(start, queue, weights, num_slots, num_snapshots, attention, attending, ops, sampler)
 
 
-def _slots_and_snapshots(
-    config: EngineConfig, layout: KVLayout, tp: TPGroup, device: torch.device, reuses_prefixes: bool
-) -> tuple[int, int]:
+def _slots_and_snapshots(start: EngineStart, layout: KVLayout) -> tuple[int, int]:
     """Return how many requests may run at a time, which recurrent states may limit, and how many snapshots fit."""
+    config, tp = start.config, start.tp
     wanted, num_snapshots = config.max_running_requests, 0
     if not layout.has_states:
         return wanted, num_snapshots
-    budget = tp.smallest(memory_budget(device, config.memory_ratio, tp.size, Needs()).pool)
+    budget = tp.smallest(memory_budget(start.device, config.memory_ratio, tp.size, Needs()).pool)
     num_slots = slots_that_fit(wanted, layout, budget)
-    if reuses_prefixes:
+    if start.reuses_prefixes:
         num_snapshots = snapshots_that_fit(config.state_snapshots, num_slots, layout, budget)
     if tp.rank == 0:
         logger.info(describe_states(layout, num_slots, wanted, num_snapshots))
     return num_slots, num_snapshots
 
 
-def _layer_specs(config: EngineConfig, model: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> list[LayerSpec]:
+def _layer_specs(start: EngineStart) -> list[LayerSpec]:
     """Return the spec of each layer on a rank: its attention, or its recurrent state."""
+    config, model, tp_size, dtype = start.config, start.model, start.tp.size, start.dtype
     return [
         AttentionSpec.of(
             layer.attention,
-            tp_size=tp.size,
+            tp_size=tp_size,
             page_size=config.page_size,
             dtype=dtype,
             norm_dtype=torch.float32 if model.norm.float32 else None,
             fp8_kv=config.fp8_kv,
         )
         if isinstance(layer.attention, AttentionConfig)
-        else RecurrentSpec.of(layer.attention, tp_size=tp.size, dtype=dtype)
+        else RecurrentSpec.of(layer.attention, tp_size=tp_size, dtype=dtype)
         for layer in model.layers
     ]
 
 
-def _load_weights(
-    config: EngineConfig,
-    model: ModelConfig,
-    tp: TPGroup,
-    dtype: torch.dtype,
-    device: torch.device,
-    ops: Ops,
-    *,
-    progress: bool,
-) -> Model:
+def _load_weights(start: EngineStart, ops: Ops) -> Model:
     """Return the rank's part of the model; ConfigError if the device has too little memory for its weights."""
+    config, model, tp, device, dtype = start.config, start.model, start.tp, start.device, start.dtype
     options = LoadOptions(
         load_format=config.load_format,
         quantization=config.quantization,
@@ -188,7 +165,7 @@ def _load_weights(
     )
     folder = Path(config.model_path)
     try:
-        return load_model(model, folder, options, tp=tp, dtype=dtype, device=device, progress=progress)
+        return load_model(model, folder, options, tp=tp, dtype=dtype, device=device, progress=start.progress)
     except torch.OutOfMemoryError as error:
         meta_model = build_model(model, tp=tp, dtype=dtype, device=torch.device("meta"))
         needed = sum(weight.nbytes for weight in meta_model.parameters())
@@ -210,10 +187,9 @@ def _make_sampler(device: torch.device, dtype: torch.dtype) -> Sampler:
     return TorchSampler()
 
 
-def shard_logits(
-    tp: TPGroup, sampler: Sampler, rows: int, model: ModelConfig, dtype: torch.dtype
-) -> ShardedLogits | None:
+def shard_logits(parts: RunnerParts, rows: int) -> ShardedLogits | None:
     """Return memory for the sharded logits of captured decodes of up to `rows` rows; None if they cannot be sharded."""
+    start, sampler = parts.start, parts.sampler
     if isinstance(sampler, TorchSampler):
         return None
     from minisgl.engine.cuda_sampler import CudaSampler
@@ -221,4 +197,4 @@ def shard_logits(
 
     if not isinstance(sampler, CudaSampler):
         return None
-    return ShardedLogits.make(tp, sampler, rows=rows, vocab_size=model.vocab_size, dtype=dtype)
+    return ShardedLogits.make(start.tp, sampler, rows=rows, vocab_size=start.model.vocab_size, dtype=start.dtype)
