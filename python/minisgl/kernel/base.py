@@ -158,7 +158,7 @@ class ExpertKind(NamedTuple):
     top_k: int
     activation: ExpertActivation
     form: LevelFormat | None = None  # format of experts that stay quantized
-    shared: int = 0  # size of the shared expert, in routed experts
+    shared: int = 0  # size of the shared expert, in routed experts; every token takes it
     weighed: bool = False  # `SharedExpert.weighed`
     logits: torch.dtype | None = None  # type of the router, if not the model's dtype
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from minisgl.kernel import dense_moe, quantized_moe
 from minisgl.kernel.base import (
     ClampedSwiGLU,
-    ExpertActivation,
     ExpertKind,
     ExpertMatrices,
     Mixture,
@@ -42,30 +41,26 @@ _ROUTE_THREADS = 128
 
 
 class _Kind(NamedTuple):
-    """Sparse layer as its kernels are compiled for it; `macros` are those of csrc/moe.cuh."""
+    """Sparse layer in one dtype; `macros` are those of csrc/moe.cuh."""
 
     dtype: torch.dtype
-    logits: torch.dtype
-    experts: int
-    top_k: int
-    activation: ExpertActivation = "silu"
-    shared: int = 0  # experts of the routed ones' size that make up the shared expert, to which every token goes
-    weighed: bool = False  # the shared expert's weight is the sigmoid of a logit after the experts' logits
+    experts: ExpertKind
 
     @property
     def taken(self) -> int:
         """Number of experts that a token takes."""
-        return self.top_k + self.shared
+        return self.experts.top_k + self.experts.shared
 
     @property
     def macros(self) -> Macros:
+        experts = self.experts
         return {
             "SCALAR": SCALAR_NAMES[self.dtype],
-            "LOGIT_SCALAR": SCALAR_NAMES[self.logits],
-            "EXPERTS": self.experts,
-            "TOP_K": self.top_k,
-            "SHARED": self.shared,
-            "GATED_SHARED": int(self.weighed),
+            "LOGIT_SCALAR": SCALAR_NAMES[experts.logits or self.dtype],
+            "EXPERTS": experts.num_experts,
+            "TOP_K": experts.top_k,
+            "SHARED": experts.shared,
+            "GATED_SHARED": int(experts.weighed),
         }
 
 
@@ -96,11 +91,11 @@ class CudaMoe:
     def begin_compiling(self, dtype: torch.dtype, experts: ExpertKind) -> None:
         """Begin to compile the kernels of these experts."""
         form = experts.form
-        plain = _Kind(dtype, experts.logits or dtype, experts.num_experts, experts.top_k, experts.activation)
         tilings: Sequence[DenseMoeTiling | QuantizedMoeTiling] = dense_moe.tilings(self._compiler.arch)
         if form is not None:
             tilings = quantized_moe.tilings(form)
-        for kind in {plain, plain._replace(shared=experts.shared, weighed=experts.weighed)}:
+        for each in {experts, experts._replace(shared=0, weighed=False)}:
+            kind = _Kind(dtype, each)
             self._compiler.begin([_plan_spec("moe_combine", kind)])
             self._compiler.begin(_product_spec("gated", form, tiling, kind) for tiling in tilings)
 
@@ -147,7 +142,7 @@ class CudaMoe:
         """Compute Ops.norm_moe; the launch of norm and router chooses the experts, too."""
         tokens, device, held = len(x), x.device, len(mixture.w2)
         kind, weighting = _kind(x.dtype, weight.dtype, mixture), _weighting(mixture.routing)
-        gated_tiling, _ = self._tilings(tokens * kind.top_k, kind.experts, mixture.w13)
+        gated_tiling, _ = self._tilings(tokens * mixture.routing.top_k, mixture.num_experts, mixture.w13)
         plan = _empty_plan(tokens, device, held, kind, gated_tiling.block_m)
         chosen = torch.empty(tokens * kind.taken, dtype=torch.int32, device=device)
         normed = self._routing.norm_router_choose(
@@ -195,7 +190,7 @@ class CudaMoe:
             return torch.empty_like(x)
         kind = _kind(x.dtype, x.dtype if router_logits is None else router_logits.dtype, mixture)
         pairs = tokens * kind.taken
-        gated_tiling, weighted_tiling = self._tilings(tokens * kind.top_k, kind.experts, w13)
+        gated_tiling, weighted_tiling = self._tilings(tokens * mixture.routing.top_k, mixture.num_experts, w13)
         plan = routed if isinstance(routed, _Plan) else None
         if router_logits is not None and not gated_tiling.route:
             plan = self._plan(router_logits, weighting, mixture, kind, gated_tiling.block_m)
@@ -234,7 +229,7 @@ class CudaMoe:
         if summed:
             return outputs
         # If a rank has only some of the experts, the weights say which pairs have an output.
-        weights = None if plan is None or held == kind.experts else plan.weights
+        weights = None if plan is None or held == mixture.num_experts else plan.weights
         return self._combine(outputs, tokens, weights, residual, kind)
 
     def _combine(
@@ -336,11 +331,11 @@ class CudaMoe:
 
 
 def _kind(dtype: torch.dtype, logits: torch.dtype, mixture: Mixture) -> _Kind:
-    kind = _Kind(dtype, logits, mixture.num_experts, mixture.routing.top_k, mixture.activation)
+    experts = ExpertKind(mixture.num_experts, mixture.routing.top_k, mixture.activation, logits=logits)
     shared = mixture.shared
-    if shared is None:
-        return kind
-    return kind._replace(shared=shared.w2.shape[1] // mixture.w2.shape[2], weighed=shared.weighed)
+    if shared is not None:
+        experts = experts._replace(shared=shared.w2.shape[1] // mixture.w2.shape[2], weighed=shared.weighed)
+    return _Kind(dtype, experts)
 
 
 def _weighting(routing: Routing) -> _Weighting:
@@ -374,9 +369,9 @@ def _product_arguments(weighting: _Weighting, mixture: Mixture, plan: _Plan | No
 
 def _empty_plan(tokens: int, device: torch.device, held: int, kind: _Kind, tile_rows: int) -> _Plan:
     """Allocate a plan that is large enough for any routing of so many tokens."""
-    chosen_pairs, pairs = tokens * kind.top_k, tokens * kind.taken
+    chosen_pairs, pairs = tokens * kind.experts.top_k, tokens * kind.taken
     touched = min(chosen_pairs, held)
-    tiles = touched + (chosen_pairs - touched) // tile_rows + kind.shared * -(-tokens // tile_rows)
+    tiles = touched + (chosen_pairs - touched) // tile_rows + kind.experts.shared * -(-tokens // tile_rows)
     return _Plan(
         tiles=torch.empty((tiles, 4), dtype=torch.int32, device=device),
         tile_count=torch.empty(1, dtype=torch.int32, device=device),
@@ -401,8 +396,8 @@ def _product_spec(
     both: Macros = {
         **kind.macros,
         "ROUTE": int(tiling.route),
-        "CLAMPED": int(isinstance(kind.activation, ClampedSwiGLU)),
-        "GELU_TANH": int(kind.activation == "gelu_tanh"),
+        "CLAMPED": int(isinstance(kind.experts.activation, ClampedSwiGLU)),
+        "GELU_TANH": int(kind.experts.activation == "gelu_tanh"),
     }
     if isinstance(tiling, QuantizedMoeTiling):
         assert form is not None
