@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from datetime import date, datetime, time
 from decimal import Decimal
@@ -235,6 +236,21 @@ def test_ranges_of_numbers() -> None:
                             assert checker.is_valid(json.loads(text)), f"{text} under {schema}"
 
 
+def test_bounds_beyond_exact_doubles() -> None:
+    """Python compares integers and doubles exactly; llguidance reads every bound as a double."""
+    for number in (2**53, 2**53 + 1, 2**53 + 3, 10**16, 10**17 + 1, 2**62 + 1):
+        width = 8 * int(math.ulp(number))
+        for low, high in ((number, number + width), (-number - width, -number)):
+            values = [bound + distance for bound in (low, high) for distance in range(-3, 4)]
+            for lower in ("minimum", "exclusiveMinimum"):
+                for upper in ("maximum", "exclusiveMaximum"):
+                    schema = {"type": "integer", lower: low, upper: high}
+                    allowed = [value for value in values if is_allowed(schema, str(value))]
+                    assert all(jsonschema.Draft202012Validator(schema).is_valid(value) for value in allowed), schema
+    assert is_allowed({"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 5}, str(2**53 + 2))
+    assert is_allowed({"type": "integer", "maximum": 2**63 - 1}, str(2**53 + 1))
+
+
 @pytest.mark.parametrize(
     ("schema", "reason"),
     [
@@ -246,6 +262,8 @@ def test_ranges_of_numbers() -> None:
         ({"type": "string", "pattern": "(?=a)"}, "look-ahead"),
         ({"type": "string", "pattern": "a\\x01"}, "control character"),
         ({"const": "a\0b"}, "control character"),
+        ({"const": 2**53 + 1}, "9007199254740993"),
+        ({"enum": ["a", {"b": [-(2**53) - 1]}]}, "-9007199254740993"),
         ({"type": "object", "minProperties": 2}, "minProperties"),
         ({"type": "integer", "multipleOf": 1000003}, "multipleOf"),
         ({"$ref": "https://example.com/schema"}, "https://example.com/schema"),
@@ -275,6 +293,9 @@ def test_refused_with_its_reason(validator: GrammarValidator, schema: Any, reaso
         "[" * 100_000,
         '{"items": ' * 70 + "{}" + "}" * 70,
         '{"type": "integer", "minimum": 1' + "0" * 5000 + "}",
+        '{"type": "number", "exclusiveMinimum": 1' + "0" * 400 + "}",
+        '{"type": "number", "exclusiveMinimum": 1e400}',
+        '{"const": -1e400}',
         '{"const": "\\ud800"}',
         '{"title": "' + "x" * 300_000 + '"}',
     ],

@@ -2,7 +2,9 @@ r"""Prepares JSON schemas for llguidance: checks bounds, and replaces keywords t
 
 llguidance itself refuses the keywords that it cannot follow, and what it accepts must be followed exactly. So formats
 of dates and times become patterns with the right lengths of months and no leap seconds. An exclusive bound at a whole
-number, which llguidance sometimes treats as inclusive, becomes an inclusive bound a millionth away.
+number, which llguidance sometimes treats as inclusive, becomes an inclusive bound a millionth away. llguidance reads
+numbers as doubles, so an integer bound that no double holds becomes the nearest double that the bound allows, and
+`const` and `enum` may not have such integers.
 
 Control characters can only be written as \u escapes, which are not allowed, because a key written with them would pass
 for another key. A key that the schema does not name may be generated twice, which counts as once: so `minProperties`
@@ -12,9 +14,10 @@ may require at most one such key.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias, TypeGuard
 
 from minisgl.sampling_params import InvalidRequest
 
@@ -23,6 +26,7 @@ Json: TypeAlias = dict[str, Any] | list[Any] | str | int | float | bool | None
 MAX_DEPTH = 64
 MAX_PATTERNS = 8  # patterns that one text must match
 MAX_DIVISOR = 10_000  # digits of multipleOf without its decimal point: the automaton has a state for each remainder
+MAX_DIGITS = 20  # characters of an integer that may fit 64 bits: more are not parsed
 DATA_KEYWORDS = frozenset(("const", "default", "enum", "examples", "required", "type"))  # their values are no schemas
 SCHEMA_MAPS = frozenset(("$defs", "definitions", "dependentSchemas", "patternProperties", "properties"))
 
@@ -34,6 +38,7 @@ _DATE = (
     f"|{_LEAP_YEAR}-02-29)"
 )
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+MAX_EXACT = 2**53  # doubles hold all integers up to this one
 NEAREST = 1e-6  # distance from an exclusive bound to the inclusive one that replaces it
 # Characters that JSON cannot write without \u, as themselves and, outside of classes, in regular expressions.
 _CONTROL = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
@@ -49,7 +54,7 @@ def prepared_schema(text: str, field: str, *, closes: bool) -> dict[str, Any]:
     `closes`: an object whose schema names keys, and does not mention others, may have no others.
     """
     try:
-        schema = json.loads(text, parse_constant=_no_number)
+        schema = json.loads(text, parse_constant=_no_number, parse_float=_finite, parse_int=_integer)
     except RecursionError:
         raise InvalidRequest(field, f"the schema is nested deeper than {MAX_DEPTH} levels") from None
     except ValueError as error:
@@ -74,6 +79,19 @@ def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number")
 
 
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if math.isinf(number):
+        raise ValueError(f"{digits[:40]} is out of range")
+    return number
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS or not -(2**63) <= (number := int(digits)) < 2**64:
+        raise ValueError(f"the integer {digits[:40]} does not fit 64 bits")
+    return number
+
+
 def _depth(value: Json) -> int:
     """Return the number of levels of objects and arrays, without recursion."""
     depth, level = 0, [value]
@@ -89,6 +107,7 @@ def _prepare(schema: dict[str, Any], field: str) -> dict[str, Any]:
         if keyword in DATA_KEYWORDS:
             if keyword in ("const", "enum", "required"):
                 _check_characters(value, field)
+                _check_integers(value, field)
             prepared[keyword] = value
         elif keyword in SCHEMA_MAPS and isinstance(value, dict):
             _check_characters(value, field, is_pattern=keyword == "patternProperties")
@@ -98,8 +117,7 @@ def _prepare(schema: dict[str, Any], field: str) -> dict[str, Any]:
     _check_characters(schema.get("pattern"), field, is_pattern=True)
     _check_divisor(schema.get("multipleOf"), field)
     _check_min_properties(schema, field)
-    if schema.get("type") != "integer":
-        _close_range(prepared)
+    _narrow_bounds(prepared, is_integer=schema.get("type") == "integer")
     pattern = EXACT_FORMATS.get(schema["format"]) if isinstance(schema.get("format"), str) else None
     if pattern is not None:
         del prepared["format"]
@@ -149,36 +167,68 @@ def _close_object(schema: dict[str, Any]) -> None:
     schema["additionalProperties"] = False
 
 
-def _close_range(schema: dict[str, Any]) -> None:
-    for keyword, closed, choose, step in (
-        ("exclusiveMinimum", "minimum", max, NEAREST),
-        ("exclusiveMaximum", "maximum", min, -NEAREST),
+def _narrow_bounds(schema: dict[str, Any], *, is_integer: bool) -> None:
+    """Replace the bounds of numbers that llguidance would widen by bounds just inside them."""
+    for exclusive, inclusive, choose, inward in (
+        ("exclusiveMinimum", "minimum", max, math.inf),
+        ("exclusiveMaximum", "maximum", min, -math.inf),
     ):
-        bound = schema.get(keyword)
-        if isinstance(bound, bool) or not isinstance(bound, int | float) or bound != int(bound):
+        bound = schema.get(inclusive)
+        if _is_number(bound) and not _holds(bound):
+            schema[inclusive] = bound = _next_double(bound, inward)
+        open_bound = schema.get(exclusive)
+        if not _is_number(open_bound) or open_bound != int(open_bound):
             continue
-        nearest = bound + step
-        if nearest != bound:  # equal if the number is too large for the difference
-            del schema[keyword]
-            other = schema.get(closed)
-            schema[closed] = choose(other, nearest) if isinstance(other, int | float) else nearest
+        if abs(open_bound) >= MAX_EXACT:
+            nearest = _next_double(open_bound, inward)
+        else:
+            nearest = open_bound if is_integer else open_bound + math.copysign(NEAREST, inward)
+        if nearest != open_bound:  # equal if the number is too large for the difference
+            del schema[exclusive]
+            schema[inclusive] = choose(bound, nearest) if _is_number(bound) else nearest
+
+
+def _is_number(value: Json) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _holds(number: float) -> bool:
+    """Return True if a double holds this number; the integers of JSON may be too long for it."""
+    return float(number) == number
+
+
+def _next_double(number: float, inward: float) -> float:
+    """Return the nearest double that differs from `number`, in the direction of `inward`."""
+    double = float(number)
+    is_inside = double > number if inward > 0 else double < number
+    return double if is_inside else math.nextafter(double, inward)
 
 
 def _check_characters(value: Json, field: str, *, is_pattern: bool = False) -> None:
     """Raise InvalidRequest for control characters, which an answer cannot have."""
-    for text in _texts(value):
+    for text in _scalars(value):
+        if not isinstance(text, str):
+            continue
         found = _CONTROL.search(text) or (_ESCAPED_CONTROL.search(_CLASS.sub(r"\1", text)) if is_pattern else None)
         if found is not None:
             raise InvalidRequest(field, f"control characters are not supported: {text[:80]!r}")
 
 
-def _texts(value: Json) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
+def _check_integers(value: Json, field: str) -> None:
+    """Raise InvalidRequest for integers of an answer that llguidance would round."""
+    for number in _scalars(value):
+        if _is_number(number) and not _holds(number):
+            raise InvalidRequest(field, f"the integer {number} is not supported: no double holds it (use a string)")
+
+
+def _scalars(value: Json) -> Iterator[str | int | float | bool | None]:
+    """Yield the keys, texts, numbers and constants of a value."""
+    if isinstance(value, dict | list):
         yield from value if isinstance(value, dict) else ()
         for inner in value.values() if isinstance(value, dict) else value:
-            yield from _texts(inner)
+            yield from _scalars(inner)
+    else:
+        yield value
 
 
 def _check_min_properties(schema: dict[str, Any], field: str) -> None:
