@@ -156,6 +156,12 @@ def test_our_own_schemas_are_supported(validator: GrammarValidator) -> None:
         ({"type": "string", "format": "date-time"}, '"2023-04-31T00:00:00Z"'),
         ({"type": "string", "format": "time"}, '"23:59:60Z"'),
         ({"enum": [{"format": "date"}]}, '"2020-01-01"'),
+        ({"pattern": '^[^"]*$'}, r'"a\"b"'),
+        ({"pattern": r"^[^\\]*$"}, r'"a\\b"'),
+        ({"pattern": r'^[^-"\\]$'}, '"-"'),
+        ({"pattern": r'^[^]"]$'}, '"]"'),
+        ({"pattern": r"^[\x00-!#-\uffff]$"}, r'"\""'),
+        ({"patternProperties": {'^[^"]$': {}}, "additionalProperties": False}, r'{"\"": 1}'),
     ],
 )
 def test_instances_that_schemas_forbid(schema: Any, text: str) -> None:
@@ -174,6 +180,9 @@ def test_instances_that_schemas_forbid(schema: Any, text: str) -> None:
         ({"type": "object"}, '{\n  "a": [\n    1,\n    {}\n  ]\n}'),
         ({"type": "object"}, '{"a": [1, 2], "b": {"c": null}}'),
         (True, "[1]"),
+        ({"pattern": r'^[^"]*$'}, r'"a\\\n ä☃"'),
+        ({"pattern": r"^\[\^[^]-]$"}, '"[^a"'),
+        ({"patternProperties": {'^[^"]$': {}}, "additionalProperties": False}, '{"a": 1}'),
     ],
 )
 def test_instances_that_schemas_allow(schema: Any, text: str) -> None:

@@ -4,7 +4,8 @@ llguidance itself refuses the keywords that it cannot follow, and what it accept
 of dates and times become patterns with the right lengths of months and no leap seconds. An exclusive bound at a whole
 number, which llguidance sometimes treats as inclusive, becomes an inclusive bound a millionth away. llguidance reads
 numbers as doubles, so an integer bound that no double holds becomes the nearest double that the bound allows, and
-`const` and `enum` may not have such integers.
+`const` and `enum` may not have such integers. Where a pattern's class has all control characters and no quote or no
+backslash, as [^"] has, llguidance allows these escaped. So classes lose the character 0, which no answer can have.
 
 Control characters can only be written as \u escapes, which are not allowed, because a key written with them would pass
 for another key. A key that the schema does not name may be generated twice, which counts as once: so `minProperties`
@@ -44,6 +45,8 @@ NEAREST = 1e-6  # distance from an exclusive bound to the inclusive one that rep
 _CONTROL = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _ESCAPED_CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\(?:[0acv]|x[01]|x7[fF]|x\{|u00[01]|u007[fF]|u\{)")
 _CLASS = re.compile(r"(?<!\\)((?:\\\\)*)\[(?:[^\]\\]|\\.)*\]")
+# An escape, maybe that of the character 0, or the beginning of a negated class: a first ] and first - are literals.
+_CLASS_PART = re.compile(r"\\(?:(?P<zero>x00|u0000|0)|.)|\[\^(?:-+|\])?", re.DOTALL)
 
 EXACT_FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
 
@@ -111,10 +114,13 @@ def _prepare(schema: dict[str, Any], field: str) -> dict[str, Any]:
             prepared[keyword] = value
         elif keyword in SCHEMA_MAPS and isinstance(value, dict):
             _check_characters(value, field, is_pattern=keyword == "patternProperties")
-            prepared[keyword] = {name: _prepare_inner(one, field) for name, one in value.items()}
+            name_of = _without_zero if keyword == "patternProperties" else str
+            prepared[keyword] = {name_of(name): _prepare_inner(one, field) for name, one in value.items()}
         else:
             prepared[keyword] = _prepare_inner(value, field)
-    _check_characters(schema.get("pattern"), field, is_pattern=True)
+    if isinstance(schema.get("pattern"), str):
+        _check_characters(schema["pattern"], field, is_pattern=True)
+        prepared["pattern"] = _without_zero(schema["pattern"])
     _check_divisor(schema.get("multipleOf"), field)
     _check_min_properties(schema, field)
     _narrow_bounds(prepared, is_integer=schema.get("type") == "integer")
@@ -202,6 +208,17 @@ def _next_double(number: float, inward: float) -> float:
     double = float(number)
     is_inside = double > number if inward > 0 else double < number
     return double if is_inside else math.nextafter(double, inward)
+
+
+def _without_zero(pattern: str) -> str:
+    """Return a pattern whose classes do not have the character 0."""
+
+    def part(found: re.Match[str]) -> str:
+        if found["zero"]:
+            return r"\x01"
+        return found[0] if found[0].startswith("\\") else rf"{found[0]}[\x00]"
+
+    return _CLASS_PART.sub(part, pattern)
 
 
 def _check_characters(value: Json, field: str, *, is_pattern: bool = False) -> None:
