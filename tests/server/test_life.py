@@ -384,6 +384,7 @@ def test_a_worker_that_dies_at_start_ends_the_start(folder: Path) -> None:
     assert server.process.wait(PATIENCE) == 1
     server._reader.join(PATIENCE)
     assert "scheduler-0 died" in server.log[-1]
+    os.rmdir(server.tmp)
 
 
 def _open_request(server: Server) -> Callable[[], str]:

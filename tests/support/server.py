@@ -93,6 +93,7 @@ class Server:
         if self.process.poll() is None:
             self.end()
         assert not list(Path(self.tmp).iterdir()), "the run directory is left behind"
+        os.rmdir(self.tmp)
 
 
 def is_idle(processes: dict[str, dict[str, int]]) -> bool:
