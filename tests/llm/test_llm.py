@@ -191,7 +191,38 @@ def test_lists_stand_for_tuples(llm: LLM) -> None:
     tuples = SamplingParams(
         stop=("server",), stop_token_ids=(5,), min_tokens=2, logit_bias=((7, 1.0),), bad_words=("fast",)
     )
-    assert llm.chat(QUESTION, lists)[0]["text"] == llm.chat(QUESTION, tuples)[0]["text"]
+    others = SamplingParams(
+        stop={"server"},  # type: ignore[arg-type]
+        stop_token_ids=np.array([5]),  # type: ignore[arg-type]
+        min_tokens=np.int64(2),  # type: ignore[arg-type]
+        logit_bias={7: np.float32(1)},  # type: ignore[arg-type]
+        bad_words=["fast"],  # type: ignore[arg-type]
+        allowed_token_ids=None,
+    )
+    expected = llm.chat(QUESTION, tuples)[0]["text"]
+    assert [llm.chat(QUESTION, params)[0]["text"] for params in (lists, others)] == [expected, expected]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("logit_bias", {"65": 5.0}),
+        ("logit_bias", [(65, "x")]),
+        ("stop_token_ids", ["65"]),
+        ("temperature", "1"),
+        ("max_tokens", 3.5),
+        ("seed", "x"),
+        ("grammar", "x"),
+        ("grammar", Grammar("json", "{}")),  # type: ignore[arg-type]
+    ],
+)
+def test_parameters_of_a_wrong_type(llm: LLM, name: str, value: Any) -> None:
+    """They are refused before anything runs, by name, and the next call is served."""
+    with pytest.raises(InvalidRequest, match=name) as caught:
+        llm.generate("abc", SamplingParams(**{name: value}))
+    assert caught.value.field == name
+    llm.check_idle()
+    assert llm.generate("abc", SamplingParams(max_tokens=1))
 
 
 @pytest.mark.parametrize(
@@ -203,6 +234,7 @@ def test_prompts_that_are_none(llm: LLM, prompt: object) -> None:
         llm.generate([[1], prompt])  # type: ignore[list-item]
     with pytest.raises(InvalidRequest, match="stop must be a list"):
         llm.generate("abc", SamplingParams(stop="server"))  # type: ignore[arg-type]
+    assert llm.generate("abc", SamplingParams(stop=None, max_tokens=1))  # type: ignore[arg-type]
     llm.check_idle()
 
 

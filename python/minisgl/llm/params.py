@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
+import numpy as np
+import torch
 
 from minisgl.config import SamplingDefaults
 from minisgl.core import Int32Array
@@ -37,7 +40,7 @@ def resolve_params(
     resolved = []
     num_clipped = 0
     for ids, one in zip(prompts, params, strict=True):
-        one = _with_tuples(one)
+        one = _typed(one)
         one.validate(limits)
         if one.grammar is not None:
             one = msgspec.structs.replace(one, grammar=validator.validate(one.grammar, "grammar"))
@@ -52,11 +55,30 @@ def resolve_params(
     return resolved
 
 
-def _with_tuples(params: SamplingParams) -> SamplingParams:
-    """Return the parameters with lists replaced by tuples."""
-    given = {name: getattr(params, name) for name in _TUPLES}
-    for name, value in given.items():
-        if isinstance(value, str):
+def _typed(params: SamplingParams) -> SamplingParams:
+    """Return the parameters with the types of their declaration; InvalidRequest if a value has another type.
+
+    Lists and arrays stand for tuples, None for an empty one, a dict for the pairs of `logit_bias`, and the numbers of
+    NumPy and torch for Python's.
+    """
+    given = msgspec.structs.asdict(params)
+    for name in _TUPLES:
+        if isinstance(given[name], str):
             raise InvalidRequest(name, f"{name} must be a list, not a text")
-    lists = {name: tuple(value) for name, value in given.items() if value is not None and not isinstance(value, tuple)}
-    return msgspec.structs.replace(params, **lists) if lists else params
+        if given[name] is None:
+            del given[name]
+    if isinstance(given.get("logit_bias"), Mapping):
+        given["logit_bias"] = tuple(given["logit_bias"].items())
+    try:
+        return msgspec.convert(msgspec.to_builtins(given, enc_hook=_builtin), SamplingParams)
+    except msgspec.ValidationError as error:
+        name = re.split(r"[.\[`]", str(error).partition("$.")[2])[0]
+        raise InvalidRequest(name, f"{name}: {error}") from None
+
+
+def _builtin(value: object) -> object:
+    if isinstance(value, np.ndarray | np.generic | torch.Tensor):
+        return value.tolist()
+    if isinstance(value, Iterable):
+        return list(value)
+    raise TypeError(f"a sampling parameter has the type {type(value).__name__}")
