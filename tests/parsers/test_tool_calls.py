@@ -17,6 +17,7 @@ from minisgl.parsers.tool_calls import ToolCallParser
 
 TOOLS: dict[str, dict[str, Any]] = {
     "f": {"type": "object", "properties": {"a": {"type": "integer"}, "s": {"type": "string"}}},
+    "2nd/get-page": {"type": "object"},
     "get_weather": {
         "type": "object",
         "properties": {
@@ -113,6 +114,10 @@ GOOD: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("pythonic", "<|python_start|>[f(a=-1, s=[None, true, {'k': (1, 2.5)}])]<|python_end|>", "", [
         ("f", '{"a": -1, "s": [null, true, {"k": [1, 2.5]}]}'),
     ]),
+    ("pythonic", "[2nd/get-page(from=1, x-y = 'a,b=c', a={'z': \"]\", 'y': 2},)]", "", [
+        ("2nd/get-page", '{"from": 1, "x-y": "a,b=c", "a": {"z": "]", "y": 2}}'),
+    ]),
+    ("pythonic", "[f(  # (1)\n a=1,\n # two\n s='x' 'y' # 3\n)]", "", [("f", '{"a": 1, "s": "xy"}')]),
     ("pythonic", "[f(a=1), f(a=g())]", ", f(a=g())]", [("f", '{"a": 1}')]),
     ("mistral", '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}]', "", [CITY]),
     ("mistral", 'Ok. [TOOL_CALLS][{"name": "f"}, {"name": "f", "arguments": {"a": 1}, "id": "123456789"}]', "Ok.", [
@@ -154,6 +159,12 @@ PLAIN: list[tuple[str, str]] = [
     ("pythonic", "[g(a=1)]"),
     ("pythonic", "[f(1)]"),
     ("pythonic", "[f(**x)]"),
+    ("pythonic", "[f(**{'a': 'b=1'})]"),
+    ("pythonic", "[f(a=)]"),
+    ("pythonic", "[f(a=1,, s='x')]"),
+    ("pythonic", "[f(,)]"),
+    ("pythonic", "[f(a==1)]"),
+    ("pythonic", '[f(a=1 #"\n) + (2 #"\n)]'),
     ("pythonic", "[f(a=1e999)]"),
     ("pythonic", "[f(a=b'x')]"),
     ("pythonic", "[f(a={1, 2})]"),

@@ -19,6 +19,7 @@ from minisgl.models.hub import demo_folder
 from minisgl.parsers.parser_choice import TOOL_CALL_PARSERS
 from minisgl.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
 from minisgl.parsers.streaming import CallArguments, CallStart, Content
+from minisgl.parsers.tool_calls import Tools
 from minisgl.sampling_params import Grammar, InvalidRequest, SamplingParams
 from minisgl.structured_output.grammar_template import with_closed_schemas
 from minisgl.structured_output.tool_grammar import calls_grammar, check_strict, either, free_grammar, schemas_to_enforce
@@ -238,6 +239,23 @@ def test_calls_or_content(matcher: Callable[..., LLMatcher], tokenizer: Tokenize
             assert allows(found, tokenizer, before + answer) is expected, (before, answer)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_names_that_are_none_in_python(matcher: Callable[..., LLMatcher], tokenizer: Tokenizer, form: str) -> None:
+    """Tools and parameters of other servers have such names."""
+    schema = {"type": "object", "properties": {key: {"type": "integer"} for key in ("from", "max-results", "a b")}}
+    tools = {"2nd/get-page": schema | {"required": list(schema["properties"])}}
+    text = sample(matcher(calls_grammar(form, tools, parallel=False)), tokenizer, random.Random(form))
+    ((name, arguments),) = read_calls(form, text, tools)[1]
+    assert name == "2nd/get-page"
+    assert list(arguments) == ["from", "max-results", "a b"]
+
+
+def test_a_parameter_that_cannot_be_written_is_refused() -> None:
+    for key in ("", "a=b", "(", " a", '"a"'):
+        with pytest.raises(InvalidRequest, match="cannot be written"):
+            calls_grammar("pythonic", {"f": {"type": "object", "properties": {key: {}}}}, parallel=False)
+
+
 def test_unsupported_schemas_are_refused_by_the_name_of_their_field(tokenizer: Tokenizer) -> None:
     """The field is named even after a thought, and for a tool's arguments."""
     fitter = fitter_for(tokenizer, REASONING_FORMATS["qwen3"])
@@ -321,9 +339,9 @@ def written(form: str, name: str, arguments: dict[str, Any]) -> str:
     return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
 
 
-def read_calls(form: str, text: str) -> tuple[str, list[tuple[str, Any]]]:
+def read_calls(form: str, text: str, tools: Tools = STRICT) -> tuple[str, list[tuple[str, Any]]]:
     """The content and the calls of an answer."""
-    parser = TOOL_CALL_PARSERS[form.removesuffix("_named")](STRICT, lambda: "id")
+    parser = TOOL_CALL_PARSERS[form.removesuffix("_named")](tools, lambda: "id")
     content = ""
     calls: list[tuple[str, str]] = []
     for event in [*parser.feed(text), *parser.finish()]:

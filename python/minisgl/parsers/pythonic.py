@@ -1,7 +1,7 @@
 """Tool calls of Llama 3.2 and 4 in Python's syntax: `[name(key=value, ...), ...]`, with literals as values.
 
 A call is held back until its closing parenthesis, because only then it is certain to be a call. One that would take
-long to read is content.
+long to read is content. Names of tools and arguments need not be names in Python: `[get-page(from=1)]` is a call.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from minisgl.parsers.streaming import end_of, next_character
 from minisgl.parsers.tool_calls import ToolCallParser, Tools
 
 MAX_CODE_CHARS = 20_000  # characters of a call outside of its strings, which Python reads in some 50 ms
-_NAME = re.compile(r"(?:[^\W\d][\w.]*)?")
+_NAME = re.compile(r"[\w.:/-]*")
 _BETWEEN = re.compile(r"[^\"'()\[\]{}]*")  # characters outside of strings that do not nest
+# Parts of a list of arguments: a string, or characters that neither nest nor separate, or one that does.
+_PART = re.compile(r"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|[^\"'()\[\]{},]+|.", re.DOTALL)
+_KEY = re.compile(r"(?:\s|#[^\n]*\n)*([^\"'()\[\]{},=*#]+?)\s*=")  # maybe after a comment
 _CONSTANTS = {"true": True, "false": False, "null": None}  # JSON's, which models mix in
 
 
@@ -127,15 +130,37 @@ class _Call:
             self.failed = True
 
 
+def is_key(name: str) -> bool:
+    """Return True if an argument can have this name."""
+    found = _KEY.fullmatch(f"{name}=")
+    return found is not None and found[1] == name
+
+
 def _arguments(call: str) -> str:
     """Return the keyword arguments of a call as a JSON object."""
-    expression = ast.parse(call.strip(), mode="eval").body
-    if not isinstance(expression, ast.Call) or expression.args:
-        raise ValueError("not a call with keyword arguments alone")
-    values = {keyword.arg: _literal(keyword.value) for keyword in expression.keywords}
-    if None in values:
-        raise ValueError("not a call with keyword arguments alone")
+    values: dict[str, object] = {}
+    for argument in _split(call[call.index("(") + 1 : -1]):
+        found = _KEY.match(argument)
+        if found is None:
+            raise ValueError("not a call with keyword arguments alone")
+        # Within parentheses, a value may have line breaks and end with a comment.
+        expression = ast.parse(f"dict(value={argument[found.end() :]}\n)", mode="eval").body
+        if not isinstance(expression, ast.Call) or len(expression.keywords) != 1:
+            raise ValueError("a value that is no single expression")
+        values[found[1]] = _literal(expression.keywords[0].value)
     return json.dumps(values, ensure_ascii=False, allow_nan=False)
+
+
+def _split(arguments: str) -> list[str]:
+    """Return the texts between the commas that are in no string or bracket; a comma may be the last character."""
+    parts, depth = [""], 0
+    for part in _PART.findall(arguments):
+        depth += (part in "([{") - (part in ")]}")
+        if part == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += part
+    return parts if parts[-1].strip() else parts[:-1]
 
 
 def _literal(node: ast.expr) -> object:

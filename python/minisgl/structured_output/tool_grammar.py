@@ -18,7 +18,7 @@ import msgspec
 from minisgl.parsers.harmony import CONSTRAIN, HARMONY, MESSAGE, HarmonyParser
 from minisgl.parsers.json_forms import HermesParser, LlamaJsonParser, MistralParser
 from minisgl.parsers.plain_values import SAYS_NOTHING, Allowance, is_exact, texts_of, types_of
-from minisgl.parsers.pythonic import PythonicParser
+from minisgl.parsers.pythonic import PythonicParser, is_key
 from minisgl.parsers.qwen_coder import QwenCoderParser
 from minisgl.parsers.tool_calls import ToolCallParser, Tools
 from minisgl.sampling_params import MAX_GRAMMAR_CHARS, Grammar, InvalidRequest
@@ -270,6 +270,9 @@ def _pythonic(tools: Tools, parallel: bool) -> Iterator[str]:
         properties = schema.get("properties") or {}
         definitions = _Definitions(schema)
         for number, (key, value) in enumerate(properties.items()):
+            if not is_key(key):
+                reason = f"the parameter {key!r:.80} of {name} cannot be written in this model's form of calls"
+                raise InvalidRequest("tools", f"tools: {reason}")
             # Before the first argument there is no comma, and an optional one may be left out.
             this, following = f"{index}_{number}", f"{index}_{number + 1}"
             for state, comma in (("first", ""), ("later", ", ")):
