@@ -232,6 +232,8 @@ def test_parameters_of_a_wrong_type(llm: LLM, name: str, value: Any) -> None:
 def test_prompts_that_are_none(llm: LLM, prompt: object) -> None:
     with pytest.raises(InvalidRequest, match=r"prompt must be a text or a list|outside the vocabulary"):
         llm.generate([[1], prompt])  # type: ignore[list-item]
+    with pytest.raises(InvalidRequest, match="prompt must be a text or a list"):
+        llm.generate({"prompt": "abc"})  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="stop must be a list"):
         llm.generate("abc", SamplingParams(stop="server"))  # type: ignore[arg-type]
     assert llm.generate("abc", SamplingParams(stop=None, max_tokens=1))  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from inspect import Signature
 from typing import Any, ClassVar
@@ -45,6 +45,7 @@ from minisgl.tokenizer.detokenizer import Detokenizer
 from minisgl.tokenizer.pairs import encode_pair
 from minisgl.tokenizer.text import TextTokenizer
 
+_NO_PROMPT = "a prompt must be a text or a list of token ids"
 _STEPS_TO_REST = 4  # more steps than can be in flight
 
 Prompt = str | Sequence[int]
@@ -275,6 +276,8 @@ class LLM:
         self.loop.scheduler.check_idle()
 
     def _encode_all(self, prompts: str | Sequence[Prompt]) -> list[Int32Array]:
+        if isinstance(prompts, Mapping):  # vLLM's form of a prompt, whose keys would be taken for prompts
+            raise InvalidRequest("prompt", _NO_PROMPT)
         return [self._encode(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
 
     def _encode(self, prompt: Prompt) -> Int32Array:
@@ -285,7 +288,7 @@ class LLM:
         except ValueError:  # lists of different lengths
             ids = np.empty((), dtype=np.object_)
         if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
-            raise InvalidRequest("prompt", "a prompt must be a text or a list of token ids")
+            raise InvalidRequest("prompt", _NO_PROMPT)
         return self._known(ids).astype(np.int32)
 
     def _known(self, ids: Int32Array) -> Int32Array:
