@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import random
+import sys
 from datetime import date, datetime, time
 from decimal import Decimal
 from pathlib import Path
@@ -260,6 +262,58 @@ def test_bounds_beyond_exact_doubles() -> None:
     assert is_allowed({"type": "integer", "maximum": 2**63 - 1}, str(2**53 + 1))
 
 
+COMPARISONS = {
+    "minimum": operator.ge,
+    "exclusiveMinimum": operator.gt,
+    "maximum": operator.le,
+    "exclusiveMaximum": operator.lt,
+}
+
+
+def test_bounds_of_many_digits() -> None:
+    """Around each bound, at its last digit and beyond it."""
+    rng = random.Random(0)
+    vocabulary = byte_vocabulary({})
+    num_allowed = 0
+    for _ in range(100):
+        low = rng.choice([rng.uniform(-1, 1) * 10.0 ** rng.randint(-12, 17), rng.randint(-(2**62), 2**62), -1.5e-9])
+        lower, upper = rng.choice(["minimum", "exclusiveMinimum"]), rng.choice(["maximum", "exclusiveMaximum"])
+        bounds = {lower: low, upper: low + abs(low) / 16}
+        compiled = LLMatcher(vocabulary, to_llguidance(grammar_of({"type": "number", **bounds})), log_level=0)
+        if compiled.is_error():
+            assert "float range" in compiled.get_error()  # beyond 10^18 on one side of 0
+            continue
+        for bound in bounds.values():
+            exact = Decimal(repr(bound))
+            for step in (0, 1, -1, 30, -30):
+                for further in (0, 1, 2):
+                    value = exact + Decimal(step).scaleb(min(int(exact.as_tuple().exponent), 0) - further)
+                    plain = format(value, "f")
+                    for text in (plain, f"{plain}0" if "." in plain else f"{plain}.0"):
+                        matcher = compiled.deep_copy()
+                        tokens = vocabulary.tokenize_bytes(text.encode())
+                        if matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting():
+                            num_allowed += 1
+                            for key, limit in bounds.items():
+                                assert COMPARISONS[key](value, Decimal(repr(limit))), f"{text} under {bounds}"
+    assert num_allowed > 500
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+        {"type": ["integer", "null"], "minimum": -(2**63), "maximum": 2**63 - 1},
+        {"type": "integer", "exclusiveMinimum": -1e300},
+        {"type": "number", "minimum": -(2.0**63), "maximum": 2.0**63},
+        {"type": "number", "minimum": -sys.float_info.max, "maximum": sys.float_info.max},
+        {"type": "number", "exclusiveMinimum": 5e-324},
+    ],
+)
+def test_bounds_of_whole_types(schema: Any) -> None:
+    assert is_allowed(schema, "12345")
+
+
 @pytest.mark.parametrize(
     ("schema", "reason"),
     [
@@ -273,6 +327,8 @@ def test_bounds_beyond_exact_doubles() -> None:
         ({"const": "a\0b"}, "control character"),
         ({"const": 2**53 + 1}, "9007199254740993"),
         ({"enum": ["a", {"b": [-(2**53) - 1]}]}, "-9007199254740993"),
+        ({"const": 0.30000000000000004}, "15 digits"),
+        ({"const": 1e-23}, "exponent"),
         ({"type": "object", "minProperties": 2}, "minProperties"),
         ({"type": "integer", "multipleOf": 1000003}, "multipleOf"),
         ({"$ref": "https://example.com/schema"}, "https://example.com/schema"),

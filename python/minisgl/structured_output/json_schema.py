@@ -3,9 +3,12 @@ r"""Prepares JSON schemas for llguidance: checks bounds, and replaces keywords t
 llguidance itself refuses the keywords that it cannot follow, and what it accepts must be followed exactly. So formats
 of dates and times become patterns with the right lengths of months and no leap seconds. An exclusive bound at a whole
 number, which llguidance sometimes treats as inclusive, becomes an inclusive bound a millionth away. llguidance reads
-numbers as doubles, so an integer bound that no double holds becomes the nearest double that the bound allows, and
-`const` and `enum` may not have such integers. Where a pattern's class has all control characters and no quote or no
-backslash, as [^"] has, llguidance allows these escaped. So classes lose the character 0, which no answer can have.
+numbers as doubles, the last digit of long ones inexactly, and refuses large bounds. So the bound of an integer becomes
+one that a double holds, any other bound one of 15 digits, within the schema's bounds and LARGEST_BOUND; `const` and
+`enum` may not have numbers that would change.
+
+Where a pattern's class has all control characters and no quote or no backslash, as [^"] has, llguidance allows these
+escaped. So classes lose the character 0, which no answer can have.
 
 Control characters can only be written as \u escapes, which are not allowed, because a key written with them would pass
 for another key. A key that the schema does not name may be generated twice, which counts as once: so `minProperties`
@@ -18,6 +21,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any, NoReturn, TypeAlias, TypeGuard
 
 from minisgl.sampling_params import InvalidRequest
@@ -27,7 +31,7 @@ Json: TypeAlias = dict[str, Any] | list[Any] | str | int | float | bool | None
 MAX_DEPTH = 64
 MAX_PATTERNS = 8  # patterns that one text must match
 MAX_DIVISOR = 10_000  # digits of multipleOf without its decimal point: the automaton has a state for each remainder
-MAX_DIGITS = 20  # characters of an integer that may fit 64 bits: more are not parsed
+MAX_INTEGER_CHARS = 20  # characters of an integer that may fit 64 bits: more are not parsed
 DATA_KEYWORDS = frozenset(("const", "default", "enum", "examples", "required", "type"))  # their values are no schemas
 SCHEMA_MAPS = frozenset(("$defs", "definitions", "dependentSchemas", "patternProperties", "properties"))
 
@@ -39,8 +43,11 @@ _DATE = (
     f"|{_LEAP_YEAR}-02-29)"
 )
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+LARGEST_BOUND = 92 * 10**17  # below 2^63, where llguidance refuses to count
 MAX_EXACT = 2**53  # doubles hold all integers up to this one
-NEAREST = 1e-6  # distance from an exclusive bound to the inclusive one that replaces it
+MAX_DIGITS = 15  # digits of a number that llguidance reads and writes as it is
+MAX_EXPONENT = 22  # of a number's last digit: doubles hold larger powers of ten inexactly
+NEAREST = "0.000001"  # distance from an exclusive bound to the inclusive one that replaces it
 # Characters that JSON cannot write without \u, as themselves and, outside of classes, in regular expressions.
 _CONTROL = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _ESCAPED_CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\(?:[0acv]|x[01]|x7[fF]|x\{|u00[01]|u007[fF]|u\{)")
@@ -90,7 +97,7 @@ def _finite(digits: str) -> float:
 
 
 def _integer(digits: str) -> int:
-    if len(digits) > MAX_DIGITS or not -(2**63) <= (number := int(digits)) < 2**64:
+    if len(digits) > MAX_INTEGER_CHARS or not -(2**63) <= (number := int(digits)) < 2**64:
         raise ValueError(f"the integer {digits[:40]} does not fit 64 bits")
     return number
 
@@ -110,7 +117,7 @@ def _prepare(schema: dict[str, Any], field: str) -> dict[str, Any]:
         if keyword in DATA_KEYWORDS:
             if keyword in ("const", "enum", "required"):
                 _check_characters(value, field)
-                _check_integers(value, field)
+                _check_numbers(value, field)
             prepared[keyword] = value
         elif keyword in SCHEMA_MAPS and isinstance(value, dict):
             _check_characters(value, field, is_pattern=keyword == "patternProperties")
@@ -174,40 +181,64 @@ def _close_object(schema: dict[str, Any]) -> None:
 
 
 def _narrow_bounds(schema: dict[str, Any], *, is_integer: bool) -> None:
-    """Replace the bounds of numbers that llguidance would widen by bounds just inside them."""
+    """Replace the bounds of numbers that llguidance would widen or refuse by bounds just inside them."""
     for exclusive, inclusive, choose, inward in (
         ("exclusiveMinimum", "minimum", max, math.inf),
         ("exclusiveMaximum", "maximum", min, -math.inf),
     ):
-        bound = schema.get(inclusive)
-        if _is_number(bound) and not _holds(bound):
-            schema[inclusive] = bound = _next_double(bound, inward)
-        open_bound = schema.get(exclusive)
-        if not _is_number(open_bound) or open_bound != int(open_bound):
+        bound, open_bound = schema.get(inclusive), schema.get(exclusive)
+        if _is_number(bound):
+            schema[inclusive] = bound = _bound_inside(bound, inward, is_integer=is_integer)
+        if not _is_number(open_bound):
             continue
-        if abs(open_bound) >= MAX_EXACT:
-            nearest = _next_double(open_bound, inward)
-        else:
-            nearest = open_bound if is_integer else open_bound + math.copysign(NEAREST, inward)
-        if nearest != open_bound:  # equal if the number is too large for the difference
+        is_open = is_integer or open_bound == int(open_bound)
+        nearest = _bound_inside(open_bound, inward, is_integer=is_integer, is_open=is_open)
+        if is_open:
             del schema[exclusive]
             schema[inclusive] = choose(bound, nearest) if _is_number(bound) else nearest
+        else:
+            schema[exclusive] = nearest
+
+
+def _bound_inside(bound: float, inward: float, *, is_integer: bool, is_open: bool = False) -> float:
+    """Return the first bound that llguidance reads exactly, in the direction of `inward`; `is_open`: another one."""
+    nearest = (_integer_bound if is_integer else _number_bound)(bound, inward, is_open)
+    return max(nearest, -LARGEST_BOUND) if inward > 0 else min(nearest, LARGEST_BOUND)
 
 
 def _is_number(value: Json) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _holds(number: float) -> bool:
-    """Return True if a double holds this number; the integers of JSON may be too long for it."""
-    return float(number) == number
+def _integer_bound(bound: float, inward: float, is_open: bool) -> float:
+    """Return the first integer within a bound that a double holds, as a float if it may not fit 64 bits."""
+    integer = math.ceil(bound) if inward > 0 else math.floor(bound)
+    if is_open and integer == bound:
+        integer += 1 if inward > 0 else -1
+    double = float(integer)
+    is_outside = double < integer if inward > 0 else double > integer
+    if is_outside:
+        double = math.nextafter(double, inward)
+    return double if abs(double) > 2**63 else int(double)
 
 
-def _next_double(number: float, inward: float) -> float:
-    """Return the nearest double that differs from `number`, in the direction of `inward`."""
-    double = float(number)
-    is_inside = double > number if inward > 0 else double < number
-    return double if is_inside else math.nextafter(double, inward)
+def _number_bound(bound: float, inward: float, is_open: bool) -> float:
+    """Return the first number within a bound that has few digits; of an open bound, one that is NEAREST inside it."""
+    exact = nearest = Decimal(repr(bound))
+    if is_open:
+        nearest += Decimal(NEAREST).copy_sign(Decimal(inward))
+    elif isinstance(bound, int) and abs(bound) <= MAX_EXACT:
+        return bound
+    rounding = ROUND_CEILING if inward > 0 else ROUND_FLOOR
+    nearest = Context(MAX_DIGITS, rounding).plus(nearest)
+    if nearest.adjusted() < MAX_DIGITS - MAX_EXPONENT:
+        nearest = nearest.quantize(Decimal(10) ** -MAX_EXPONENT, rounding)
+    return bound if nearest == exact else float(nearest)
+
+
+def _has_few_digits(number: Decimal) -> bool:
+    _, digits, exponent = number.normalize().as_tuple()
+    return len(digits) <= MAX_DIGITS and abs(int(exponent)) <= MAX_EXPONENT
 
 
 def _without_zero(pattern: str) -> str:
@@ -231,11 +262,14 @@ def _check_characters(value: Json, field: str, *, is_pattern: bool = False) -> N
             raise InvalidRequest(field, f"control characters are not supported: {text[:80]!r}")
 
 
-def _check_integers(value: Json, field: str) -> None:
-    """Raise InvalidRequest for integers of an answer that llguidance would round."""
+def _check_numbers(value: Json, field: str) -> None:
+    """Raise InvalidRequest for numbers of an answer that llguidance would round."""
     for number in _scalars(value):
-        if _is_number(number) and not _holds(number):
+        if isinstance(number, int) and float(number) != number:
             raise InvalidRequest(field, f"the integer {number} is not supported: no double holds it (use a string)")
+        if isinstance(number, float) and not _has_few_digits(Decimal(repr(number))):
+            limit = f"at most {MAX_DIGITS} digits and an exponent within {MAX_EXPONENT}"
+            raise InvalidRequest(field, f"the number {number} is not supported: it must have {limit}")
 
 
 def _scalars(value: Json) -> Iterator[str | int | float | bool | None]:
