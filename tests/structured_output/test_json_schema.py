@@ -163,6 +163,8 @@ def test_our_own_schemas_are_supported(validator: GrammarValidator) -> None:
         ({"pattern": r'^[^-"\\]$'}, '"-"'),
         ({"pattern": r'^[^]"]$'}, '"]"'),
         ({"pattern": r"^[\x00-!#-\uffff]$"}, r'"\""'),
+        ({"pattern": "^[^&&|]$"}, '"&"'),
+        ({"pattern": "^[[a]]$"}, '"a"'),
         ({"patternProperties": {'^[^"]$': {}}, "additionalProperties": False}, r'{"\"": 1}'),
     ],
 )
@@ -184,6 +186,10 @@ def test_instances_that_schemas_forbid(schema: Any, text: str) -> None:
         (True, "[1]"),
         ({"pattern": r'^[^"]*$'}, r'"a\\\n ä☃"'),
         ({"pattern": r"^\[\^[^]-]$"}, '"[^a"'),
+        ({"pattern": "^[[a]]$"}, '"[]"'),
+        ({"pattern": r"^[^[\]]$"}, '"a"'),
+        ({"pattern": "^[a~~b]$"}, '"~"'),
+        ({"pattern": r"^[--/][\--9]$"}, '"./"'),
         ({"patternProperties": {'^[^"]$': {}}, "additionalProperties": False}, '{"a": 1}'),
     ],
 )
@@ -324,6 +330,7 @@ def test_bounds_of_whole_types(schema: Any) -> None:
         ({"type": "string", "format": "nonsense"}, "nonsense"),
         ({"type": "string", "pattern": "(?=a)"}, "look-ahead"),
         ({"type": "string", "pattern": "a\\x01"}, "control character"),
+        ({"type": "string", "pattern": "[+--]"}, r"write -\\-"),
         ({"const": "a\0b"}, "control character"),
         ({"const": 2**53 + 1}, "9007199254740993"),
         ({"enum": ["a", {"b": [-(2**53) - 1]}]}, "-9007199254740993"),

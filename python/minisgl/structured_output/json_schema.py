@@ -8,7 +8,8 @@ one that a double holds, any other bound one of 15 digits, within the schema's b
 `enum` may not have numbers that would change.
 
 Where a pattern's class has all control characters and no quote or no backslash, as [^"] has, llguidance allows these
-escaped. So classes lose the character 0, which no answer can have.
+escaped. So classes lose the character 0, which no answer can have. Brackets, && and ~~ in a class are characters in
+JSON Schema, and classes and operations on them in Rust's syntax; so they are escaped, and -- is refused.
 
 Control characters can only be written as \u escapes, which are not allowed, because a key written with them would pass
 for another key. A key that the schema does not name may be generated twice, which counts as once: so `minProperties`
@@ -52,8 +53,15 @@ NEAREST = "0.000001"  # distance from an exclusive bound to the inclusive one th
 _CONTROL = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _ESCAPED_CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\(?:[0acv]|x[01]|x7[fF]|x\{|u00[01]|u007[fF]|u\{)")
 _CLASS = re.compile(r"(?<!\\)((?:\\\\)*)\[(?:[^\]\\]|\\.)*\]")
-# An escape, maybe that of the character 0, or the beginning of a negated class: a first ] and first - are literals.
-_CLASS_PART = re.compile(r"\\(?:(?P<zero>x00|u0000|0)|.)|\[\^(?:-+|\])?", re.DOTALL)
+# A character class, whose first ] is a literal, or an escape outside of classes.
+_PATTERN_PART = re.compile(
+    r"\[(?P<negation>\^?)(?P<first>[]-]?)(?P<rest>(?:\[:\^?[a-z]+:\]|\\.|[^\]\\])*)\]|\\.", re.DOTALL
+)
+# The character 0, other escapes and names of classes, and what begins another class or an operation on classes in Rust.
+_CLASS_PART = re.compile(
+    r"(?P<zero>\\(?:x00|u0000|0))|\\.|\[:\^?[a-z]+:\]|(?P<open>\[)|(?P<twice>[&~])(?=(?P=twice))|(?P<dashes>--)",
+    re.DOTALL,
+)
 
 EXACT_FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
 
@@ -120,14 +128,16 @@ def _prepare(schema: dict[str, Any], field: str) -> dict[str, Any]:
                 _check_numbers(value, field)
             prepared[keyword] = value
         elif keyword in SCHEMA_MAPS and isinstance(value, dict):
-            _check_characters(value, field, is_pattern=keyword == "patternProperties")
-            name_of = _without_zero if keyword == "patternProperties" else str
-            prepared[keyword] = {name_of(name): _prepare_inner(one, field) for name, one in value.items()}
+            is_pattern = keyword == "patternProperties"
+            _check_characters(value, field, is_pattern=is_pattern)
+            prepared[keyword] = {
+                _in_rust(name, field) if is_pattern else name: _prepare_inner(one, field) for name, one in value.items()
+            }
         else:
             prepared[keyword] = _prepare_inner(value, field)
     if isinstance(schema.get("pattern"), str):
         _check_characters(schema["pattern"], field, is_pattern=True)
-        prepared["pattern"] = _without_zero(schema["pattern"])
+        prepared["pattern"] = _in_rust(schema["pattern"], field)
     _check_divisor(schema.get("multipleOf"), field)
     _check_min_properties(schema, field)
     _narrow_bounds(prepared, is_integer=schema.get("type") == "integer")
@@ -241,15 +251,25 @@ def _has_few_digits(number: Decimal) -> bool:
     return len(digits) <= MAX_DIGITS and abs(int(exponent)) <= MAX_EXPONENT
 
 
-def _without_zero(pattern: str) -> str:
-    """Return a pattern whose classes do not have the character 0."""
+def _in_rust(pattern: str, field: str) -> str:
+    """Return a pattern with JSON Schema's (ECMA-262's) meaning of character classes, but without the character 0."""
 
-    def part(found: re.Match[str]) -> str:
+    def class_part(found: re.Match[str]) -> str:
         if found["zero"]:
             return r"\x01"
-        return found[0] if found[0].startswith("\\") else rf"{found[0]}[\x00]"
+        if found["dashes"]:
+            raise InvalidRequest(field, f"-- in a class is not supported, write -\\-: {pattern[:80]!r}")
+        literal = found["open"] or found["twice"]
+        return f"\\{literal}" if literal else found[0]
 
-    return _CLASS_PART.sub(part, pattern)
+    def part(found: re.Match[str]) -> str:
+        if found[0].startswith("\\"):
+            return found[0]
+        begin = r"[^\x00" if found["negation"] else "["
+        first = f"\\{found['first']}" if found["first"] else ""
+        return f"{begin}{first}{_CLASS_PART.sub(class_part, found['rest'])}]"
+
+    return _PATTERN_PART.sub(part, pattern)
 
 
 def _check_characters(value: Json, field: str, *, is_pattern: bool = False) -> None:
