@@ -330,6 +330,7 @@ def test_bounds_of_whole_types(schema: Any) -> None:
         ({"type": "string", "format": "nonsense"}, "nonsense"),
         ({"type": "string", "pattern": "(?=a)"}, "look-ahead"),
         ({"type": "string", "pattern": "a\\x01"}, "control character"),
+        ({"type": "string", "pattern": "a[\\x01]"}, "control character"),
         ({"type": "string", "pattern": "[+--]"}, r"write -\\-"),
         ({"const": "a\0b"}, "control character"),
         ({"const": 2**53 + 1}, "9007199254740993"),

@@ -52,7 +52,8 @@ NEAREST = "0.000001"  # distance from an exclusive bound to the inclusive one th
 # Characters that JSON cannot write without \u, as themselves and, outside of classes, in regular expressions.
 _CONTROL = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _ESCAPED_CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\(?:[0acv]|x[01]|x7[fF]|x\{|u00[01]|u007[fF]|u\{)")
-_CLASS = re.compile(r"(?<!\\)((?:\\\\)*)\[(?:[^\]\\]|\\.)*\]")
+# A class of more than one escape: llguidance takes a class of one for that character.
+_CLASS = re.compile(r"(?<!\\)((?:\\\\)*)\[(?!\\(?:x..|u....|.)\])(?:[^\]\\]|\\.)*\]")
 # A character class, whose first ] is a literal, or an escape outside of classes.
 _PATTERN_PART = re.compile(
     r"\[(?P<negation>\^?)(?P<first>[]-]?)(?P<rest>(?:\[:\^?[a-z]+:\]|\\.|[^\]\\])*)\]|\\.", re.DOTALL
