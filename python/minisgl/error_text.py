@@ -11,3 +11,9 @@ def in_one_line(error: Exception | str) -> str:
 def first_line(error: Exception) -> str:
     """Return the first line of an error's text, or the kind of an error without a text."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def summary(error: Exception) -> str:
+    """Return the kind of an error and the first line of its text."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

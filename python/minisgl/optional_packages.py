@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 
+from minisgl.error_text import summary
+
 
 def import_error(module: str, package: str, extra: str) -> str | None:
     """Say in one line why a module of an optional package cannot be imported, or return None."""
@@ -13,7 +15,7 @@ def import_error(module: str, package: str, extra: str) -> str | None:
     try:
         importlib.import_module(module)
     except Exception as error:  # a package built for another torch or driver may raise anything
-        return f"the package {package} does not load: {one_line(error)}"
+        return f"the package {package} does not load: {summary(error)}"
     return None
 
 
@@ -35,9 +37,3 @@ def can_be_found(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # the package around it is missing too
         return False
-
-
-def one_line(error: Exception) -> str:
-    """Return the kind of an error and the first line of its text."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

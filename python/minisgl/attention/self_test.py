@@ -12,9 +12,9 @@ from torch import Tensor
 
 from minisgl.attention.base import AttentionBackend, AttentionInputs, AttentionSpec, ExpandingPlan
 from minisgl.attention.torch_backend import TorchAttention
+from minisgl.error_text import summary
 from minisgl.kvcache.layout import KVLayout
 from minisgl.kvcache.pool import KVPool
-from minisgl.optional_packages import one_line
 
 Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, ...] = ("prefill", "decode")
@@ -108,7 +108,7 @@ def self_test_error(
             want = test.right(test.q)[..., : have.shape[-1]]
             error = float((have - want).norm() / want.norm())
     except Exception as raised:  # whatever a package raises that has no kernel for this spec or GPU
-        return f"it does not run here: {one_line(raised)}"
+        return f"it does not run here: {summary(raised)}"
     if not error < TOLERANCE:  # NaN is refused, too
         seen = "" if spec.window is None else " with a sliding window"
         return f"it computes something else here{seen} (relative error {error:.1e})"

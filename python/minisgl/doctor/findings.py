@@ -15,10 +15,10 @@ from minisgl.attention.backend_choice import CANDIDATES, preferences
 from minisgl.attention.base import AttentionSpec
 from minisgl.attention.self_test import ROLES
 from minisgl.doctor.cases import run_attention, run_experts, run_fused, run_int4, run_levels, run_ops, run_sampler
+from minisgl.error_text import summary
 from minisgl.kernel.availability import kernels_missing, make_ops
 from minisgl.kernel.cpu_compile import CompilationError
 from minisgl.kernel.cpu_int4 import load_int4_linear
-from minisgl.optional_packages import one_line
 from minisgl.quantization.levels import LevelFormat
 from minisgl.quantization.rounding import INT4_FORMAT
 
@@ -134,7 +134,7 @@ def tried(part: str, case: Callable[[], tuple[Tensor, Tensor]]) -> Finding:
             have, want = case()
             error = float((have.double() - want.double()).norm() / want.double().norm())
     except Exception as raised:  # a broken installation may raise anything, which is the finding
-        return Finding(part, State.FAILS, one_line(raised), time.perf_counter() - begin)
+        return Finding(part, State.FAILS, summary(raised), time.perf_counter() - begin)
     seconds = time.perf_counter() - begin
     if not error < TOLERANCE:  # NaN is refused, too
         return Finding(part, State.FAILS, f"it computes something else (relative error {error:.1e})", seconds)

@@ -22,11 +22,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, _register_process_group, _unregister_process_group
 from torch.distributed.distributed_c10d import GroupName
 
+from minisgl.error_text import summary
 from minisgl.kernel.base import Norm
 from minisgl.kernel.compile import Compiler
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.kernel.skinny_gemm import SkinnyGemm
-from minisgl.optional_packages import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -302,7 +302,7 @@ def connect_push(
         try:
             memory = SymmetricMemory(group, device, _BUFFERS * sizes.buffer_bytes(ranks))
         except Exception as error:  # whatever torch, the driver or the container makes of it
-            why = f"no symmetric memory: {one_line(error)}"
+            why = f"no symmetric memory: {summary(error)}"
         if smallest(memory is not None) and memory is not None:
             if smallest(_reaches_all(memory, rank, ranks, smallest)):
                 memory.words.fill_(_EMPTY)
@@ -350,7 +350,7 @@ def _meet_alone(device: torch.device) -> tuple[int, str | None]:
         # torch exchanges values under keys such as CUDASymmetricMemory/5/0.
         return max((int(key.split("/")[1]) for key in store.list_keys()), default=0), None
     except Exception as error:  # whatever torch, the driver or the container makes of it
-        return -1, f"no symmetric memory: {one_line(error)}"
+        return -1, f"no symmetric memory: {summary(error)}"
     finally:
         _unregister_process_group(_ALONE)
 

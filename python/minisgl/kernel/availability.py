@@ -6,10 +6,11 @@ import logging
 
 import torch
 
+from minisgl.error_text import summary
 from minisgl.kernel.base import Ops
 from minisgl.kernel.cpu_ops import CpuOps, multiplies_bfloat16
 from minisgl.kernel.torch_ops import TorchOps
-from minisgl.optional_packages import import_error, one_line
+from minisgl.optional_packages import import_error
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ def kernels_missing(device: torch.device) -> str | None:
     try:
         return driver_missing(*_cuda_versions())
     except Exception as error:  # NVRTC's library is absent, or of another CUDA
-        return f"NVRTC (pip install 'minisgl[cuda]'), which does not load: {one_line(error)}"
+        return f"NVRTC (pip install 'minisgl[cuda]'), which does not load: {summary(error)}"
 
 
 def driver_missing(compiler: tuple[int, int], driver: tuple[int, int]) -> str | None:
