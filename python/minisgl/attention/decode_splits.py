@@ -54,8 +54,8 @@ def _few_rows(warps: int, num_sms: int) -> DecodeSplits:
     """Return the parameters of steps whose rows all run at a time: rows of more than 2,048 tokens are cut.
 
     When the short rows have ended, spare clusters take the places of their clusters, and share the long rows, which
-    would bound the step. Equal rows end together, so each keeps its own splits (`fair`). There are as many spare
-    clusters as run at a time: two blocks on a multiprocessor, and two in a cluster.
+    would bound the step. Equal rows end together, so each keeps its part of the step's tiles (`fair`). There are as
+    many spare clusters as run at a time: two blocks on a multiprocessor, and two in a cluster.
     """
     return DecodeSplits(2, warps, 2, spare_clusters=num_sms, min_tiles=64, max_tiles=128, fair=True)
 
