@@ -337,7 +337,7 @@ def _number_alike(device: torch.device, smallest: Callable[[int], int]) -> str |
         number, why = _meet_alone(device)
     if smallest(0 <= number == latest):
         return None
-    return why or "the processes of the ranks are at different rendezvous"
+    return why or "another rank has no symmetric memory, or torch counts its rendezvous in another way"
 
 
 def _meet_alone(device: torch.device) -> tuple[int, str | None]:
