@@ -274,7 +274,7 @@ def two_llms(tp_size: int) -> list[tuple[bool, list[list[int]]]]:
 
 @over_gpus(2, 4)
 def test_the_second_llm_of_a_process_has_our_all_reduce(tp_size: int) -> None:
-    """Its other ranks are new processes, in which torch begins to count again, unlike in that of rank 0."""
+    """Its other ranks are new processes, in which torch counts from 0; in rank 0's process it goes on counting."""
     (first_pushes, first), (second_pushes, second) = in_new_process(two_llms, tp_size)
     assert (first_pushes, second_pushes) == (True, True)
     assert sum(a == b for a, b in zip(first, second, strict=True)) >= len(PROMPTS) * 3 // 4

@@ -119,7 +119,7 @@ def test_steps_as_short_as_their_launches_do_not_shrink_chunks() -> None:
 
 @pytest.mark.parametrize(("launching", "seconds"), [(0.0, TARGET), (20e-3, TARGET), (50e-3, 50e-3), (1.0, 2 * TARGET)])
 def test_prompts_get_the_time_that_launches_take_anyway(launching: float, seconds: float) -> None:
-    """Up to twice the target."""
+    """It is at most twice the target."""
     policy = Mixed(LearnedCost(dataclasses.replace(COST, launching=launching)), TARGET)
     start_pos = [1000] * 50 + [0]
     query_lens = lengths(policy, [1] * 50 + [20_000], 8192, start_pos)

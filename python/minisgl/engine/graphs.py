@@ -60,7 +60,7 @@ class Graphs:
 
 
 class GraphMemory:
-    """Memory for intermediate results, which all graphs share because no two of them run at a time."""
+    """All graphs, and their memory for intermediate results, which they share because no two run at a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
