@@ -1,4 +1,4 @@
-"""What a scheduler owns of an engine's KV cache: pages, the cache of prefixes, and snapshots of recurrent states."""
+"""Parts of an engine's KV cache that a scheduler owns: pages, cached prefixes, and snapshots of recurrent states."""
 
 from __future__ import annotations
 
