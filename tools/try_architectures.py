@@ -18,6 +18,8 @@ import tempfile
 from collections import Counter
 from typing import Any
 
+from minisgl.error_text import in_one_line
+
 _SIZES: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -112,7 +114,7 @@ def try_one(model_type: str, tp_size: int) -> str:
         config = tiny_config(model_type)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     except Exception as error:  # from transformers, for a config made by this script
-        return f"not tried: no tiny model: {type(error).__name__}: {' '.join(str(error).split())[:120]}"
+        return f"not tried: no tiny model: {type(error).__name__}: {in_one_line(error)[:120]}"
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         try:
@@ -135,7 +137,7 @@ def _try_apart(model_type: str, tp_size: int, results: Any) -> None:
     try:
         results.put(try_one(model_type, tp_size))
     except BaseException as error:  # told, and then the process ends as it would have
-        results.put(f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        results.put(f"failed: {type(error).__name__}: {in_one_line(error)[:200]}")
         raise
 
 

@@ -51,7 +51,8 @@ class SchedulerConfig(Settings, frozen=True, kw_only=True):
         Setting(
             "mean time that a step of --batch-policy mixed (or two, of prompts and of decodes in turns) may take while "
             "a request waits for its next token; where decodes alone take more than half of it, prompts may take as "
-            "long as the decodes; 0: no bound but --max-prefill-length",
+            "long as the decodes, and without CUDA graphs of prompts as long as the host launches a step, up to twice "
+            "the target; 0: no bound but --max-prefill-length",
             ge=0,
             le=MAX_SECONDS * 1000,
             unit="milliseconds",

@@ -1,4 +1,4 @@
-"""What all routes share: how a request's body is read and checked, and how its job is submitted."""
+"""Read and check a request's body, and submit its job: the part that all routes share."""
 
 from __future__ import annotations
 
