@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Iterator
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any, NoReturn, TypeAlias, TypeGuard
@@ -247,9 +248,18 @@ def _number_bound(bound: float, inward: float, is_open: bool) -> float:
     return bound if nearest == exact else float(nearest)
 
 
-def _has_few_digits(number: Decimal) -> bool:
-    _, digits, exponent = number.normalize().as_tuple()
-    return len(digits) <= MAX_DIGITS and abs(int(exponent)) <= MAX_EXPONENT
+def _is_read_exactly(number: float) -> bool:
+    """Return True if llguidance reads a number's digits as this number.
+
+    Its JSON parser (serde_json) rounds the digits, an integer, to a double, and then the product or quotient of that
+    and a power of ten. For most numbers of 16 and 17 digits the result is the nearest double, as it should be.
+    """
+    _, digits, exponent = Decimal(repr(number)).as_tuple()
+    integer, shift = float("".join(map(str, digits))), int(exponent)
+    if abs(shift) > sys.float_info.max_10_exp:
+        return False
+    power = float(f"1e{abs(shift)}")
+    return abs(number) == (integer * power if shift > 0 else integer / power)
 
 
 def _in_rust(pattern: str, field: str) -> str:
@@ -288,9 +298,9 @@ def _check_numbers(value: Json, field: str) -> None:
     for number in _scalars(value):
         if isinstance(number, int) and float(number) != number:
             raise InvalidRequest(field, f"the integer {number} is not supported: no double holds it (use a string)")
-        if isinstance(number, float) and not _has_few_digits(Decimal(repr(number))):
-            limit = f"at most {MAX_DIGITS} digits and an exponent within {MAX_EXPONENT}"
-            raise InvalidRequest(field, f"the number {number} is not supported: it must have {limit}")
+        if isinstance(number, float) and not _is_read_exactly(number):
+            rounded = f"its last digit would change; with at most {MAX_DIGITS} digits it does not (or use a string)"
+            raise InvalidRequest(field, f"the number {number} is not supported: {rounded}")
 
 
 def _scalars(value: Json) -> Iterator[str | int | float | bool | None]:
