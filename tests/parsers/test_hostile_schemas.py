@@ -196,3 +196,22 @@ def test_a_call_in_python_that_takes_long_to_read_is_content() -> None:
         parsed = run(PythonicParser(tools, lambda: "id"), [text])
         assert time.process_time() - begin < 0.5
         assert (len(parsed.calls), parsed.content) == ((1, "") if is_call else (0, text))
+
+
+@pytest.mark.usefixtures("frozen_heap")
+@pytest.mark.parametrize(
+    ("argument", "is_call"),
+    [
+        ("x" + " " * 9_000 + "=1", True),
+        (" " * 9_000 + "x=1", True),
+        ("#\n" * 4_500 + "x=1", True),
+        ("x" + " " * 9_000, False),
+        (" " * 9_000 + "x", False),
+        ("#\n" * 4_500 + "x", False),
+    ],
+)
+def test_blanks_of_a_call_in_python_are_read_once(argument: str, is_call: bool) -> None:
+    begin = time.process_time()
+    parsed = run(PythonicParser({"f": tool({"x": {}}, {})}, lambda: "id"), [f"[f({argument})]"])
+    assert time.process_time() - begin < 0.5
+    assert len(parsed.calls) == is_call

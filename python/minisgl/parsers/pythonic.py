@@ -20,7 +20,8 @@ _NAME = re.compile(r"[\w.:/-]*")
 _BETWEEN = re.compile(r"[^\"'()\[\]{}]*")  # characters outside of strings that do not nest
 # Parts of a list of arguments: a string, or characters that neither nest nor separate, or one that does.
 _PART = re.compile(r"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|[^\"'()\[\]{},]+|.", re.DOTALL)
-_KEY = re.compile(r"(?:\s|#[^\n]*\n)*([^\"'()\[\]{},=*#]+?)\s*=")  # maybe after a comment
+_BLANK = re.compile(r"(?:\s|#[^\n]*\n)*")  # white space and comments
+_NOT_IN_KEYS = re.compile(r"[\"'()\[\]{},=*#]")
 _CONSTANTS = {"true": True, "false": False, "null": None}  # JSON's, which models mix in
 
 
@@ -132,35 +133,36 @@ class _Call:
 
 def is_key(name: str) -> bool:
     """Return True if an argument can have this name."""
-    found = _KEY.fullmatch(f"{name}=")
-    return found is not None and found[1] == name
+    return name.strip() == name != "" and _NOT_IN_KEYS.search(name) is None
 
 
 def _arguments(call: str) -> str:
     """Return the keyword arguments of a call as a JSON object."""
     values: dict[str, object] = {}
     for argument in _split(call[call.index("(") + 1 : -1]):
-        found = _KEY.match(argument)
-        if found is None:
+        blank = _BLANK.match(argument)
+        key, equals, value = argument[blank.end() if blank else 0 :].partition("=")
+        key = key.rstrip()
+        if not equals or not is_key(key):
             raise ValueError("not a call with keyword arguments alone")
         # Within parentheses, a value may have line breaks and end with a comment.
-        expression = ast.parse(f"dict(value={argument[found.end() :]}\n)", mode="eval").body
+        expression = ast.parse(f"dict(value={value}\n)", mode="eval").body
         if not isinstance(expression, ast.Call) or len(expression.keywords) != 1:
             raise ValueError("a value that is no single expression")
-        values[found[1]] = _literal(expression.keywords[0].value)
+        values[key] = _literal(expression.keywords[0].value)
     return json.dumps(values, ensure_ascii=False, allow_nan=False)
 
 
 def _split(arguments: str) -> list[str]:
     """Return the texts between the commas that are in no string or bracket; a comma may be the last character."""
-    parts, depth = [""], 0
-    for part in _PART.findall(arguments):
-        depth += (part in "([{") - (part in ")]}")
-        if part == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += part
-    return parts if parts[-1].strip() else parts[:-1]
+    parts, begin, depth = [], 0, 0
+    for part in _PART.finditer(arguments):
+        depth += (part[0] in "([{") - (part[0] in ")]}")
+        if part[0] == "," and depth == 0:
+            parts.append(arguments[begin : part.start()])
+            begin = part.end()
+    last = arguments[begin:]
+    return [*parts, last] if last.strip() else parts
 
 
 def _literal(node: ast.expr) -> object:
