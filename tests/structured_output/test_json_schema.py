@@ -10,6 +10,7 @@ import sys
 from datetime import date, datetime, time
 from decimal import Decimal
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import jsonschema
@@ -195,6 +196,14 @@ def test_instances_that_schemas_forbid(schema: Any, text: str) -> None:
 )
 def test_instances_that_schemas_allow(schema: Any, text: str) -> None:
     assert is_allowed(schema, text)
+
+
+@pytest.mark.parametrize("part", ["[", "[a", "[^", "[[:a"])
+def test_classes_without_an_end_are_read_once_and_refused(part: str) -> None:
+    begin = process_time()
+    text = to_llguidance(grammar_of({"type": "string", "pattern": part * 40_000}))
+    assert process_time() - begin < 1
+    assert LLMatcher(byte_vocabulary({}), text, log_level=0).is_error()
 
 
 def is_allowed(schema: Any, text: str, *, closed: bool = False) -> bool:

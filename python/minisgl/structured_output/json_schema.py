@@ -53,11 +53,12 @@ NEAREST = "0.000001"  # distance from an exclusive bound to the inclusive one th
 # Characters that JSON cannot write without \u, as themselves and, outside of classes, in regular expressions.
 _CONTROL = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _ESCAPED_CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\(?:[0acv]|x[01]|x7[fF]|x\{|u00[01]|u007[fF]|u\{)")
-# A class of more than one escape: llguidance takes a class of one for that character.
-_CLASS = re.compile(r"(?<!\\)((?:\\\\)*)\[(?!\\(?:x..|u....|.)\])(?:[^\]\\]|\\.)*\]")
+# A class of more than one escape: llguidance takes a class of one for that character. Here and below a class without an
+# end, which llguidance refuses, reaches to the pattern's, so that many of them are read once.
+_CLASS = re.compile(r"(?<!\\)((?:\\\\)*)\[(?!\\(?:x..|u....|.)\])(?:[^\]\\]|\\.?)*+(?:\]|\Z)", re.DOTALL)
 # A character class, whose first ] is a literal, or an escape outside of classes.
 _PATTERN_PART = re.compile(
-    r"\[(?P<negation>\^?)(?P<first>[]-]?)(?P<rest>(?:\[:\^?[a-z]+:\]|\\.|[^\]\\])*)\]|\\.", re.DOTALL
+    r"\[(?P<negation>\^?)(?P<first>[]-]?)(?P<rest>(?:\[:\^?[a-z]+:\]|\\.?|[^\]\\])*+)(?P<end>\]|\Z)|\\.", re.DOTALL
 )
 # The character 0, other escapes and names of classes, and what begins another class or an operation on classes in Rust.
 _CLASS_PART = re.compile(
@@ -278,7 +279,7 @@ def _in_rust(pattern: str, field: str) -> str:
             return found[0]
         begin = r"[^\x00" if found["negation"] else "["
         first = f"\\{found['first']}" if found["first"] else ""
-        return f"{begin}{first}{_CLASS_PART.sub(class_part, found['rest'])}]"
+        return f"{begin}{first}{_CLASS_PART.sub(class_part, found['rest'])}{found['end']}"
 
     return _PATTERN_PART.sub(part, pattern)
 
