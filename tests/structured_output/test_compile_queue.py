@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -171,3 +172,11 @@ def test_clients_without_grammars_are_forgotten() -> None:
 )
 def test_counted_repetitions_make_a_short_grammar_expensive(grammar: Grammar, is_cheap: bool) -> None:
     assert (estimated_cost(grammar) <= CHEAP) is is_cheap
+
+
+def test_a_schemas_text_of_strings_without_an_end_is_estimated_in_linear_time() -> None:
+    """A client may send a schema as text, whose cost is estimated before anything has parsed it."""
+    begin = time.process_time()
+    for text in ('\\"' * (MAX_GRAMMAR_CHARS // 2), '"' + '\\"' * (MAX_GRAMMAR_CHARS // 2 - 1)):
+        assert estimated_cost(Grammar("json_schema", text)) <= MAX_GRAMMAR_CHARS
+    assert time.process_time() - begin < 1

@@ -23,7 +23,8 @@ ENTRY_CHARS = 1024  # counted for each item in addition to its text
 _MAX_COST = 10**12
 
 _COUNTS = re.compile(r"\{(\d{1,9})(?:,(\d{0,9}))?\}")
-_STRING_OR_NUMBER = re.compile(r'"(?:[^"\\]|\\.)*"|\d{1,9}')
+# A string without an end reaches to the text's, so that many of them are read once.
+_STRING_OR_NUMBER = re.compile(r'"(?:[^"\\]|\\.?)*+"?|\d{1,9}', re.DOTALL)
 
 T = TypeVar("T", bound=Hashable)
 
