@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from parsing import run
 
+from minisgl.parsers.parser_choice import TOOL_CALL_PARSERS
 from minisgl.parsers.plain_values import ALL_TYPES, MAX_ALTERNATIVES, Allowance, is_exact, texts_of, types_of
 from minisgl.parsers.pythonic import MAX_CODE_CHARS, PythonicParser
 from minisgl.parsers.qwen_coder import QwenCoderParser
@@ -215,3 +216,41 @@ def test_blanks_of_a_call_in_python_are_read_once(argument: str, is_call: bool) 
     parsed = run(PythonicParser({"f": tool({"x": {}}, {})}, lambda: "id"), [f"[f({argument})]"])
     assert time.process_time() - begin < 0.5
     assert len(parsed.calls) == is_call
+
+
+@pytest.mark.usefixtures("frozen_heap")
+@pytest.mark.parametrize("name", TOOL_CALL_PARSERS)
+def test_white_space_without_end_is_read_once(name: str) -> None:
+    """It is held back, because a call may follow; a token can be a hundred blanks."""
+    pieces = [" " * 100] * 20_000 + ["x"]
+    begin = time.process_time()
+    parsed = run(TOOL_CALL_PARSERS[name]({"f": tool({"x": {}}, {})}, lambda: "id"), pieces)
+    assert time.process_time() - begin < 1
+    assert parsed.content == "".join(pieces)
+
+
+@pytest.mark.usefixtures("frozen_heap")
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [
+        ("hermes", '<tool_call>{"x":['),
+        ("llama3_json", '<|python_tag|>{"x":['),
+        ("mistral", '[TOOL_CALLS]{"x":['),
+        ("pythonic", "<|python_start|>[f(x=["),
+    ],
+)
+def test_calls_begun_within_calls_are_not_all_parsed_again(name: str, unit: str) -> None:
+    text = unit * 10_000
+    begin = time.process_time()
+    parsed = run(TOOL_CALL_PARSERS[name]({"f": tool({"x": {}}, {})}, lambda: "id"), [unit] * 10_000)
+    assert time.process_time() - begin < 2
+    assert (parsed.calls, parsed.content) == ([], text)
+
+
+@pytest.mark.usefixtures("frozen_heap")
+def test_the_name_of_a_call_in_python_is_read_once() -> None:
+    pieces = ["[", *["word" * 8] * 5_000, "(x=1)]"]
+    begin = time.process_time()
+    parsed = run(PythonicParser({"f": tool({"x": {}}, {})}, lambda: "id"), pieces)
+    assert time.process_time() - begin < 1
+    assert parsed.content == "".join(pieces)

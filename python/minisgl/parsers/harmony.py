@@ -88,8 +88,7 @@ class HarmonyParser(StateParser):
     def feed(self, text: str, num_tokens: int = 0) -> list[Event]:
         """Add the text of `num_tokens` tokens; return the events that are certain now."""
         thinks = self._thinks
-        self._buffer += text
-        self._run()
+        self._receive(text)
         if thinks or self._thinks:
             self.reasoning_tokens += num_tokens + self._header_tokens
             self._header_tokens = 0
@@ -99,8 +98,8 @@ class HarmonyParser(StateParser):
             self._header_tokens = 0
         return self._take_events()
 
-    def finish(self) -> list[Event]:
-        """Return the events of the text held back, at the end. A header without a message has none."""
+    def _finish(self) -> None:
+        """Add the events of the text held back, at the end. A header without a message has none."""
         text, self._buffer = self._buffer, ""
         if self._state == self._text:
             self._say(text)
@@ -109,7 +108,6 @@ class HarmonyParser(StateParser):
         elif self._state != self._header and text.strip():
             self._kind, self._begun = _Kind.CONTENT, False
             self._say(text)
-        return self._take_events()
 
     @property
     def _thinks(self) -> bool:

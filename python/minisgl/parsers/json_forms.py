@@ -15,9 +15,7 @@ from collections.abc import Callable
 
 from minisgl.parsers.json_call import ValueEnd
 from minisgl.parsers.streaming import end_of, next_character
-from minisgl.parsers.tool_calls import ToolCallParser, Tools
-
-MAX_NAME = 256  # characters of a tool's name
+from minisgl.parsers.tool_calls import MAX_NAME, ToolCallParser, Tools
 
 _NAME = re.compile(r"[^\s\[\]{}\"]*")
 _ID = re.compile(r"\w*")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 
 from minisgl.parsers.json_call import ValueEnd
 from minisgl.parsers.streaming import end_of, next_character
-from minisgl.parsers.tool_calls import ToolCallParser, Tools
+from minisgl.parsers.tool_calls import MAX_NAME, ToolCallParser, Tools
 
 MAX_CODE_CHARS = 20_000  # characters of a call outside of its strings, which Python reads in some 50 ms
 _NAME = re.compile(r"[\w.:/-]*")
@@ -58,7 +58,8 @@ class PythonicParser(ToolCallParser):
     def _in_call(self) -> bool:
         call = self._call
         taken = call.feed(self._buffer)
-        self._raw += self._buffer[:taken]
+        if taken:
+            self._raw.append(self._buffer[:taken])
         self._buffer = self._buffer[taken:]
         if call.failed:
             self._reject()
@@ -90,7 +91,8 @@ class _Call:
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
-        self._text = ""
+        self._head = ""  # name so far
+        self._text: list[str] = []  # arguments in their parentheses
         self._parentheses = ValueEnd("(", _BETWEEN)
         self.name = ""
         self.arguments = ""  # JSON, once the call is done
@@ -102,7 +104,7 @@ class _Call:
         at = 0 if self.name else self._read_name(text)
         if self.name and at < len(text):
             begin, at = at, self._parentheses.feed(text, at)
-            self._text += text[begin:at]
+            self._text.append(text[begin:at])
             if self._parentheses.code_chars > MAX_CODE_CHARS:
                 self.failed = True
             elif self._parentheses.ended:
@@ -110,22 +112,19 @@ class _Call:
         return at
 
     def _read_name(self, text: str) -> int:
-        known = len(self._text)
-        self._text += text
-        begin = len(self._text) - len(self._text.lstrip())
-        end = end_of(_NAME, self._text, begin)
-        if end < len(self._text):
-            name = self._text[begin:end]
-            if self._text[end] == "(" and name in self._names:
-                self.name = name
+        begin = 0 if self._head else len(text) - len(text.lstrip())
+        end = min(end_of(_NAME, text, begin), begin + MAX_NAME - len(self._head))
+        self._head += text[begin:end]
+        if end < len(text):
+            if text[end] == "(" and self._head in self._names:
+                self.name = self._head
             else:
                 self.failed = True
-            self._text = self._text[:end]
-        return max(end - known, 0)
+        return end
 
     def _finish(self) -> None:
         try:
-            self.arguments = _arguments(self._text)
+            self.arguments = _arguments("".join(self._text)[1:-1])
             self.done = True
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             self.failed = True
@@ -136,10 +135,10 @@ def is_key(name: str) -> bool:
     return name.strip() == name != "" and _NOT_IN_KEYS.search(name) is None
 
 
-def _arguments(call: str) -> str:
-    """Return the keyword arguments of a call as a JSON object."""
+def _arguments(text: str) -> str:
+    """Return the keyword arguments of a call, without its parentheses, as a JSON object."""
     values: dict[str, object] = {}
-    for argument in _split(call[call.index("(") + 1 : -1]):
+    for argument in _split(text):
         blank = _BLANK.match(argument)
         key, equals, value = argument[blank.end() if blank else 0 :].partition("=")
         key = key.rstrip()

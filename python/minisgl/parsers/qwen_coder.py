@@ -18,7 +18,7 @@ import json
 from collections.abc import Callable, Mapping
 
 from minisgl.parsers.plain_values import ALL_TYPES, Allowance, typed, types_of
-from minisgl.parsers.streaming import Event, find_first, possible_start
+from minisgl.parsers.streaming import find_first, possible_start
 from minisgl.parsers.tool_calls import ToolCallParser, Tools
 from minisgl.sampling_params import InvalidRequest
 
@@ -42,12 +42,13 @@ class QwenCoderParser(ToolCallParser):
         self._function = ""
         self._key = ""
         self._num_parameters = 0
-        self._value = ""
+        self._value: list[str] = []  # text of a value that is not streamed
         self._types: dict[tuple[str, str], frozenset[str]] = {}  # by function and parameter
 
     def _begin(self) -> None:
-        if self._head.endswith(_FUNCTION):
-            self._head = self._head.removesuffix(_FUNCTION)
+        if self._head[-1].endswith(_FUNCTION):
+            if shown := self._head.pop().removesuffix(_FUNCTION):
+                self._head.append(shown)
             self._buffer = _FUNCTION + self._buffer
         self._state = self._in_function_tag
 
@@ -126,7 +127,7 @@ class QwenCoderParser(ToolCallParser):
             self._add('"')
             self._state = self._string
         else:
-            self._value = ""
+            self._value.clear()
             self._state = self._typed_value
         return True
 
@@ -140,9 +141,9 @@ class QwenCoderParser(ToolCallParser):
 
     def _typed_value(self) -> bool:
         text, ended = self._until_end()
-        self._value += text
+        self._value.append(text)
         if ended:
-            self._add(typed(self._value, self._value_types()))
+            self._add(typed("".join(self._value), self._value_types()))
             self._state = self._between
         return ended
 
@@ -166,13 +167,13 @@ class QwenCoderParser(ToolCallParser):
                 self._types[place] = ALL_TYPES
         return self._types[place]
 
-    def finish(self) -> list[Event]:
+    def _finish(self) -> None:
         if self._state in (self._between, self._in_parameter_tag):
             self._end_call(self._content)
         elif self._state == self._string:
             self._add(json.dumps(self._buffer, ensure_ascii=False)[1:-1])
             self._buffer = ""
         elif self._state == self._typed_value:
-            self._add(self._value + self._buffer)
+            self._add("".join(self._value) + self._buffer)
             self._buffer = ""
-        return super().finish()
+        super()._finish()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from minisgl.parsers.harmony import END, HARMONY, SHOWN_BY
-from minisgl.parsers.streaming import Content, Event, Reasoning, StateParser, possible_start
+from minisgl.parsers.streaming import Content, Reasoning, StateParser, possible_start
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +60,10 @@ class ReasoningParser(StateParser):
         self._form = form
         self.position = start
 
-    def finish(self) -> list[Event]:
-        """Return the events of the text held back, at the end."""
+    def _finish(self) -> None:
         text, self._buffer = self._buffer, ""
-        if not text:
-            return []
-        return [Reasoning(text) if self.position is Place.INSIDE else Content(text)]
+        if text:
+            self._events.append(Reasoning(text) if self.position is Place.INSIDE else Content(text))
 
     def _opening(self) -> bool:
         stripped = self._buffer.lstrip()

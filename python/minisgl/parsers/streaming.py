@@ -6,6 +6,7 @@ The texts of events of one kind must be concatenated in order; calls are numbere
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -49,19 +50,48 @@ State: TypeAlias = Callable[[], bool]  # consumes the start of the buffer; False
 _NOT_SPACE = re.compile(r"\S")
 
 
-class StateParser:
-    """Parser of one answer as a state machine: the current state consumes text, adds events and sets the next state."""
+class StateParser(ABC):
+    """Parser of one answer as a state machine: the current state consumes text, adds events and sets the next state.
+
+    White space that a state has held back waits for other text, so that states do not read it again with each token.
+    """
 
     def __init__(self, state: State) -> None:
         self._buffer = ""  # not consumed yet
+        self._spaces: list[str] = []  # white space after a buffer that is white space, too
         self._state = state
         self._events: list[Event] = []
 
     def feed(self, text: str) -> list[Event]:
         """Add text; return the events that are certain now."""
+        self._receive(text)
+        return self._take_events()
+
+    def finish(self) -> list[Event]:
+        """Return the events of the text held back, at the end."""
+        self._join_spaces()
+        self._finish()
+        return self._take_events()
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Add the events of the text held back, at the end."""
+
+    def _receive(self, text: str) -> None:
+        """Add text to the buffer, and run the states if there is anything new for them."""
+        if not text:
+            return
+        if text.isspace() and (self._spaces or self._buffer.isspace()):
+            self._spaces.append(text)
+            return
+        self._join_spaces()
         self._buffer += text
         self._run()
-        return self._take_events()
+
+    def _join_spaces(self) -> None:
+        if self._spaces:
+            self._buffer += "".join(self._spaces)
+            self._spaces.clear()
 
     def _run(self) -> None:
         while self._buffer and self._state():

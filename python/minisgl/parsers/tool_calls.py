@@ -5,7 +5,7 @@ White space next to a call is removed with it: models write a line break there t
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -14,17 +14,19 @@ from minisgl.parsers.streaming import (
     CallArguments,
     CallStart,
     Content,
-    Event,
     State,
     StateParser,
     find_first,
     possible_start,
 )
 
+MAX_NAME = 256  # characters of a tool's name
+MAX_REREAD = 131_072  # characters of an answer that are parsed again for calls, in all supposed calls that are none
+
 Tools = Mapping[str, Mapping[str, Any]]  # JSON schema of the parameters, by the tool's name
 
 
-class ToolCallParser(StateParser, ABC):
+class ToolCallParser(StateParser):
     """Parses one answer. `new_id` returns an id for each call; `tools` are those that the client declared."""
 
     markers: ClassVar[tuple[str, ...]]  # a call begins with one of these
@@ -37,21 +39,21 @@ class ToolCallParser(StateParser, ABC):
         self._tools = tools
         self._new_id = new_id
         self._num_calls = 0
-        self._head = ""  # text consumed before the call itself, which is content if it turns out to be no call
-        self._raw = ""  # text of the call itself; if it turns out to be no call, it is parsed again for calls
+        self._head: list[str] = []  # text before the call itself, which is content if it turns out to be no call
+        # Text of the call itself; if it turns out to be no call, it is parsed again for calls, up to MAX_REREAD.
+        self._raw: list[str] = []
+        self._num_reread = 0
         self._after_call = False  # only white space came since the last call
         self._json = JsonCall()
         self._after_json: State = self._content
 
-    def finish(self) -> list[Event]:
-        """Return the events of the text held back, at the end."""
+    def _finish(self) -> None:
         while self._head or self._raw:
             self._reject()
             self._run()
         if not self._after_call or not self._buffer.isspace():
             self._say(self._buffer)
         self._buffer = ""
-        return self._take_events()
 
     @abstractmethod
     def _begin(self) -> None:
@@ -73,7 +75,8 @@ class ToolCallParser(StateParser, ABC):
 
     def _take_head(self, end: int, start: int = 0) -> None:
         """Consume the buffer up to `end`; its part from `start` on becomes content if no call follows."""
-        self._head += self._buffer[start:end]
+        if start < end:
+            self._head.append(self._buffer[start:end])
         self._buffer = self._buffer[end:]
 
     def _say(self, text: str) -> None:
@@ -85,14 +88,23 @@ class ToolCallParser(StateParser, ABC):
             self._events.append(Content(text))
 
     def _reject(self) -> None:
-        """Return to the content: emit the head, and parse the text of the supposed call again."""
-        head, raw, self._head, self._raw = self._head, self._raw, "", ""
+        """Return to the content: emit the head, and parse the text of the supposed call again.
+
+        Calls may begin within calls that are none, so the whole text could be parsed again as often as it has markers.
+        """
+        head, raw = "".join(self._head), "".join(self._raw)
+        self._head.clear()
+        self._raw.clear()
+        self._num_reread += len(raw)
+        if self._num_reread > MAX_REREAD:
+            head, raw = head + raw, ""
         self._say(head)
         self._buffer = raw + self._buffer
         self._state = self._content
 
     def _start(self, name: str) -> None:
-        self._head = self._raw = ""
+        self._head.clear()
+        self._raw.clear()
         self._events.append(CallStart(self._num_calls, self._new_id(), name))
         self._num_calls += 1
 
@@ -118,8 +130,8 @@ class ToolCallParser(StateParser, ABC):
         if call.started and not started:
             assert call.name is not None
             self._start(call.name)
-        elif not call.started:
-            self._raw += self._buffer[:taken]
+        elif not call.started and taken:
+            self._raw.append(self._buffer[:taken])
         self._buffer = self._buffer[taken:]
         self._add(call.take_arguments())
         if not call.done and not call.failed:
