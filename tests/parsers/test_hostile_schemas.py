@@ -191,7 +191,13 @@ def test_a_call_in_python_that_takes_long_to_read_is_content() -> None:
     """Python calls are parsed on the event loop, so their syntax is bounded; long strings are cheap."""
     tools = {"f": tool({"x": {}}, {})}
     longest = "1," * (MAX_CODE_CHARS // 2 - 4)
-    for value, is_call in ((f"[{longest}]", True), (f"[{longest}{longest}]", False), (f"{'x, ' * 300_000!r}", True)):
+    for value, is_call in (
+        (f"[{longest}]", True),
+        (f"[{longest}{longest}]", False),
+        (f"{'x, ' * 300_000!r}", True),
+        (f"f'{{[{longest * 30}]}}'", False),
+        (f"fR'{{[{longest * 30}]}}'", False),
+    ):
         text = f"[f(x={value})]"
         begin = time.process_time()
         parsed = run(PythonicParser(tools, lambda: "id"), [text])

@@ -20,6 +20,7 @@ _NAME = re.compile(r"[\w.:/-]*")
 _BETWEEN = re.compile(r"[^\"'()\[\]{}]*")  # characters outside of strings that do not nest
 # Parts of a list of arguments: a string, or characters that neither nest nor separate, or one that does.
 _PART = re.compile(r"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|[^\"'()\[\]{},]+|.", re.DOTALL)
+_FORMATTED = re.compile(r"[fFtT][rR]?\Z")  # what comes before a string that has code in it and is no literal
 _BLANK = re.compile(r"(?:\s|#[^\n]*\n)*")  # white space and comments
 _NOT_IN_KEYS = re.compile(r"[\"'()\[\]{},=*#]")
 _CONSTANTS = {"true": True, "false": False, "null": None}  # JSON's, which models mix in
@@ -156,6 +157,8 @@ def _split(arguments: str) -> list[str]:
     """Return the texts between the commas that are in no string or bracket; a comma may be the last character."""
     parts, begin, depth = [], 0, 0
     for part in _PART.finditer(arguments):
+        if part[0][0] in "\"'" and _FORMATTED.search(arguments, max(part.start() - 2, 0), part.start()):
+            raise ValueError("a formatted string is no literal")
         depth += (part[0] in "([{") - (part[0] in ")]}")
         if part[0] == "," and depth == 0:
             parts.append(arguments[begin : part.start()])
