@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -57,6 +57,8 @@ def sglang_job(body: SglangBody, limits: Limits, sampling_defaults: Mapping[str,
 
 
 ScoredToken = tuple[float | None, int, str | None]  # log-probability, id, text
+EncodedToken = Annotated[msgspec.Raw, msgspec.Meta(description="[log-probability, id, text]")]
+EncodedTokens = Annotated[msgspec.Raw, msgspec.Meta(description="list of [log-probability, id, text], or null")]
 
 
 class Meta(msgspec.Struct, frozen=True):
@@ -66,10 +68,10 @@ class Meta(msgspec.Struct, frozen=True):
     completion_tokens: int
     cached_tokens: int
     e2e_latency: float  # seconds
-    input_token_logprobs: list[ScoredToken] | UnsetType = UNSET
-    input_top_logprobs: list[list[ScoredToken] | None] | UnsetType = UNSET
-    output_token_logprobs: list[ScoredToken] | UnsetType = UNSET
-    output_top_logprobs: list[list[ScoredToken] | None] | UnsetType = UNSET
+    input_token_logprobs: list[EncodedToken] | UnsetType = UNSET
+    input_top_logprobs: list[EncodedTokens] | UnsetType = UNSET
+    output_token_logprobs: list[EncodedToken] | UnsetType = UNSET
+    output_top_logprobs: list[EncodedTokens] | UnsetType = UNSET
 
 
 class SglangAnswer(msgspec.Struct, frozen=True):
@@ -87,8 +89,11 @@ class SglangWriter(Writer):
         self._start = time.perf_counter()
         self._text = ""
         self._ids: list[int] = []
-        self._logprobs: list[PositionLogprobs] = []
-        self._prompt_logprobs: list[PositionLogprobs] = []
+        # Encoded once, though each event repeats them.
+        self._chosen: list[msgspec.Raw] = []
+        self._top: list[msgspec.Raw] = []
+        self._prompt_chosen: list[msgspec.Raw] = []
+        self._prompt_top: list[msgspec.Raw] = []
 
     def events(self, delta: Delta) -> bytes:
         return server_sent_event(self._take(delta))
@@ -103,8 +108,8 @@ class SglangWriter(Writer):
     def _take(self, delta: Delta) -> SglangAnswer:
         self._text += delta.text
         self._ids += delta.token_ids
-        self._logprobs += delta.logprobs
-        self._prompt_logprobs += delta.prompt_logprobs
+        self._encode_scores(delta.logprobs, self._chosen, self._top)
+        self._encode_scores(delta.prompt_logprobs, self._prompt_chosen, self._prompt_top)
         request = self._request
         meta = Meta(
             self.id,
@@ -129,23 +134,29 @@ class SglangWriter(Writer):
         """Return `meta` with log-probabilities, those of the prompt from `logprob_start_len` on."""
         start = self._body.logprob_start_len
         first: ScoredToken = (None, int(unpack_ids(self._request.prompt_ids[0])[0]), None)
-        prompt = [first, *self._chosen(self._prompt_logprobs)][start:] if start >= 0 else []
         scored = msgspec.structs.replace(
-            meta, input_token_logprobs=prompt, output_token_logprobs=self._chosen(self._logprobs)
+            meta,
+            input_token_logprobs=[_encoded(first), *self._prompt_chosen][start:] if start >= 0 else [],
+            output_token_logprobs=self._chosen,
         )
         if self._body.top_logprobs_num == 0:
             return scored
         return msgspec.structs.replace(
             scored,
-            input_top_logprobs=[None, *self._top(self._prompt_logprobs)][start:] if start >= 0 else [],
-            output_top_logprobs=self._top(self._logprobs),
+            input_top_logprobs=[_encoded(None), *self._prompt_top][start:] if start >= 0 else [],
+            output_top_logprobs=self._top,
         )
 
-    def _chosen(self, positions: Sequence[PositionLogprobs]) -> list[ScoredToken]:
-        return [self._scored_token(position.chosen) for position in positions]
-
-    def _top(self, positions: Sequence[PositionLogprobs]) -> list[list[ScoredToken] | None]:
-        return [[self._scored_token(token) for token in position.top] for position in positions]
+    def _encode_scores(
+        self, positions: Sequence[PositionLogprobs], chosen: list[msgspec.Raw], top: list[msgspec.Raw]
+    ) -> None:
+        for position in positions:
+            chosen.append(_encoded(self._scored_token(position.chosen)))
+            top.append(_encoded([self._scored_token(token) for token in position.top]))
 
     def _scored_token(self, token: TokenLogprob) -> ScoredToken:
         return value(token), token.token, token_text(token.text) if self._body.return_text_in_logprobs else None
+
+
+def _encoded(scores: ScoredToken | list[ScoredToken] | None) -> msgspec.Raw:
+    return msgspec.Raw(encode(scores))
