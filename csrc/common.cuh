@@ -19,7 +19,7 @@
 #ifndef GELU_TANH
 #define GELU_TANH 0
 #endif
-#define OPTIONAL  // marks a kernel's pointer that may be null for kernel/signature.py; the compiler sees nothing
+#define OPTIONAL  // marks a kernel's pointer that may be null for kernel/launch/signature.py; the compiler sees nothing
 
 struct bf16 { unsigned short bits; };
 struct f16 { unsigned short bits; };

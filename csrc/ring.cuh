@@ -46,7 +46,7 @@ __device__ __forceinline__ void copy_weight(
 }
 
 // Initialize the barriers and request the first stages of weights. All threads call it before they wait for the
-// predecessor. That wait must be in the kernel's own file, because kernel/compile.py looks for it there.
+// predecessor. That wait must be in the kernel's own file, because kernel/launch/compile.py looks for it there.
 template <typename Load>
 __device__ __forceinline__ void open(
     Ring& ring, Barrier& received, const TensorMap& x_map, int count, Load load_weight) {

@@ -28,7 +28,7 @@ class SharedGpu:
 class Ranks:
     def __init__(self, ranks: int, sizes: tuple[int, int], timeout_s: float = 20.0) -> None:
         from minisgl.kernel.all_reduce import LaunchShape, PushAllReduce, PushSizes
-        from minisgl.kernel.compile import Compiler
+        from minisgl.kernel.launch.compile import Compiler
 
         device, limits = torch.device("cuda", 0), PushSizes(*sizes)
         words = torch.full((ranks, 3 * limits.buffer_bytes(ranks) // 4), EMPTY, dtype=torch.int32, device=device)

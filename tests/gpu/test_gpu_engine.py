@@ -109,7 +109,7 @@ def test_smollm2s_shape_takes_the_fast_path(dtype: str, tmp_path: Path, caplog: 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("shape", ["qwen3", "smollm2"])
 def test_steps_use_exactly_the_kernels_compiled_ahead(folder: Path, shape: str, dtype: str, tmp_path: Path) -> None:
-    from minisgl.kernel.compile import _module_key  # needs cuda-core
+    from minisgl.kernel.launch.compile import _module_key  # needs cuda-core
 
     path = folder if shape == "qwen3" else save_smollm2(tmp_path)
     with LLM(str(path), dtype, device="cuda", num_page_override=2000) as llm:

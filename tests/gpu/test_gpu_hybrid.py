@@ -126,7 +126,7 @@ def replayed(engine: Engine, batch: Batch) -> Tensor:
 
 def one_after_another(engine: Engine, batch: Batch) -> Tensor:
     """Launch the kernels of the step's graph, each after the end of the one before it."""
-    from minisgl.kernel.compile import Compiler
+    from minisgl.kernel.launch.compile import Compiler
 
     runner, graphs = engine._runner, graphs_of(engine, batch)
     size = next(size for size in graphs._sizes if size >= batch.num_tokens)

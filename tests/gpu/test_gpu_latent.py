@@ -297,8 +297,8 @@ ROUTINGS = [
 @pytest.mark.parametrize(("experts", "routing"), ROUTINGS)
 @pytest.mark.parametrize("biased", [False, True])
 def test_choice_of_experts(experts: int, routing: Routing, biased: bool) -> None:
-    from minisgl.kernel.compile import Compiler
     from minisgl.kernel.cuda_routing import CudaRouting
+    from minisgl.kernel.launch.compile import Compiler
 
     torch.manual_seed(0)
     bias = torch.randn(experts, device=DEVICE) * 0.3 if biased else None

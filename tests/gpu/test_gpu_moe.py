@@ -105,8 +105,8 @@ def test_other_routings(ops: Ops, dtype: torch.dtype, float32_router: bool, rout
 def test_every_tiling(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """All tilings, also those for other GPUs and numbers of tokens, with remainders of K and of the outputs."""
     from minisgl.kernel import cuda_moe, dense_moe
-    from minisgl.kernel.compile import Compiler
     from minisgl.kernel.cuda_routing import CudaRouting
+    from minisgl.kernel.launch.compile import Compiler
 
     compiler = Compiler(torch.device("cuda", 0))
     tilings = {*dense_moe.tilings(80), *dense_moe.tilings(compiler.arch)}

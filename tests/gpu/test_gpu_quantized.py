@@ -119,7 +119,7 @@ def test_sums_of_x_are_subtracted_exactly(ops: Ops, form: LevelFormat, dtype: to
 @pytest.mark.parametrize("form", [LevelFormat("int4", 128, True), INT4_FORMAT, LevelFormat("fp8")], ids=str)
 def test_a_lone_row_by_other_tilings(ops: Ops, form: LevelFormat) -> None:
     """Tiles that reach over the weight's end, several tiles per block, clusters, and warps without columns."""
-    from minisgl.kernel.compile import Compiler
+    from minisgl.kernel.launch.compile import Compiler
     from minisgl.kernel.quantized_gemm import QuantizedGemm
 
     torch.manual_seed(0)

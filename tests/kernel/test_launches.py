@@ -32,8 +32,8 @@ from minisgl.kernel.base import (
     Routing,
 )
 from minisgl.kernel.fp8_rows import Fp8Products, empty_rows
+from minisgl.kernel.launch.signature import KernelSpec, Launcher, Parameter, make_launcher, parse_signature
 from minisgl.kernel.recurrent_rows import SingleRows, captured_rows
-from minisgl.kernel.signature import KernelSpec, Launcher, Parameter, make_launcher, parse_signature
 from minisgl.layers.layer_config import MoEConfig, NormConfig
 from minisgl.layers.linear import allocate, bind_weights
 from minisgl.layers.mlp import SparseMLP
@@ -124,11 +124,11 @@ class Recorder:
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of the kernels launched, in order, by wrappers that were imported without CUDA's packages."""
     names: list[str] = []
-    compile_module = ModuleType("minisgl.kernel.compile")
+    compile_module = ModuleType("minisgl.kernel.launch.compile")
     compile_module.__dict__.update(Compiler=lambda _: Recorder(names), tensor_map=lambda tensor, *box: (tensor, *box))
     for name in WRAPPERS:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setitem(sys.modules, "minisgl.kernel.compile", compile_module)
+    monkeypatch.setitem(sys.modules, "minisgl.kernel.launch.compile", compile_module)
     monkeypatch.setattr("minisgl.engine.queue.kernels_missing", lambda _: None)
     monkeypatch.setattr("minisgl.attention.page_kernels.has_kernels", lambda _: True)
     properties = SimpleNamespace(multi_processor_count=132, memory_clock_rate=2619000, memory_bus_width=5120)
@@ -312,7 +312,7 @@ def run_quantized() -> None:
     ("rows", "size", "supported"), [(64, 2880, True), (33, 4096, True), (32, 2880, False), (64, 1024, False)]
 )
 def test_a_vocabulary_is_multiplied_where_it_was_measured(rows: int, size: int, supported: bool) -> None:
-    from minisgl.kernel.compile import Compiler
+    from minisgl.kernel.launch.compile import Compiler
     from minisgl.kernel.small_batch_gemm import SmallBatchGemm
 
     x, weight = (torch.empty(count, size, dtype=torch.bfloat16) for count in (rows, 70_000))
@@ -320,9 +320,9 @@ def test_a_vocabulary_is_multiplied_where_it_was_measured(rows: int, size: int, 
 
 
 def run_moe(dtype: torch.dtype) -> None:
-    from minisgl.kernel.compile import Compiler
     from minisgl.kernel.cuda_ops import CudaOps
     from minisgl.kernel.cuda_routing import CudaRouting
+    from minisgl.kernel.launch.compile import Compiler
 
     w13, w2 = torch.zeros(8, 64, 64, dtype=dtype), torch.zeros(8, 64, 32, dtype=dtype)
     biases = ExpertBiases(w13=torch.zeros(8, 64, dtype=dtype), w2=torch.zeros(8, 64, dtype=dtype))
@@ -517,7 +517,7 @@ class Rank:
 
 def run_collectives(dtype: torch.dtype) -> None:
     from minisgl.kernel.all_reduce import PushAllReduce, PushSizes
-    from minisgl.kernel.compile import Compiler
+    from minisgl.kernel.launch.compile import Compiler
 
     memory: Any = SimpleNamespace(addresses=torch.zeros(4, dtype=torch.int64))
     push = PushAllReduce(Compiler(CPU), 1, memory, PushSizes(1024, 4096), timeout_s=1.0)

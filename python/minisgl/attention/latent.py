@@ -16,7 +16,7 @@ from minisgl.attention.base import AbsorbedTokens, AttentionInputs, AttentionPla
 from minisgl.attention.key_blocks import MIN_EXPANDED
 from minisgl.attention.latent_decode import LatentQueries
 from minisgl.attention.latent_prefill import ExpandedChunks, expands, plan_chunks
-from minisgl.kernel.compile import Compiler
+from minisgl.kernel.launch.compile import Compiler
 from minisgl.kvcache.pool import KVPool
 from minisgl.uploads import upload
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from minisgl.attention.base import AttentionSpec
 from minisgl.attention.decode_splits import LATENT_HEADS
-from minisgl.kernel.compile import Compiler
-from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
+from minisgl.kernel.launch.compile import Compiler
+from minisgl.kernel.launch.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.kvcache.pool import KVPool
 
 _THREADS = 256

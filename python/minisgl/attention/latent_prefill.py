@@ -17,8 +17,8 @@ from torch import Tensor
 from minisgl.attention.base import AttentionInputs, AttentionSpec
 from minisgl.attention.key_blocks import TILE_QUERIES, key_blocks
 from minisgl.core import Int32Array
-from minisgl.kernel.compile import Compiler, tensor_map
-from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Launcher, Macros
+from minisgl.kernel.launch.compile import Compiler, tensor_map
+from minisgl.kernel.launch.signature import SCALAR_NAMES, KernelSpec, Launcher, Macros
 from minisgl.uploads import upload
 
 _STAGES = 2  # stages of the ring in latent_prefill.cu

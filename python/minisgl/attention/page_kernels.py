@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minisgl.attention.base import AttentionInputs, AttentionSpec
 from minisgl.kernel.availability import has_kernels
-from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
+from minisgl.kernel.launch.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.kvcache.pool import KVPool
 
 _THREADS = 256
@@ -62,7 +62,7 @@ def flatten_pages(table: Tensor, kv_lens: Tensor, page_size: int, out: PageList)
 
 class _KernelFlattener:
     def __init__(self, device: torch.device) -> None:
-        from minisgl.kernel.compile import Compiler
+        from minisgl.kernel.launch.compile import Compiler
 
         self._kernel = Compiler(device).kernel(_flatten_spec)
 
@@ -88,7 +88,7 @@ class PageUpcaster:
     """Copies FP8 pages to the dtype that a backend reads. For one stream; a CUDA graph may hold its work."""
 
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
-        from minisgl.kernel.compile import Compiler
+        from minisgl.kernel.launch.compile import Compiler
 
         self._page_size = spec.page_size
         self._flatten = make_flattener(device)

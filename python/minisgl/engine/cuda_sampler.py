@@ -8,8 +8,8 @@ from torch import Tensor
 from minisgl.distributed import TPGroup
 from minisgl.engine.sampler import TorchSampler
 from minisgl.engine.state import SlotState
-from minisgl.kernel.compile import Compiler
-from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec
+from minisgl.kernel.launch.compile import Compiler
+from minisgl.kernel.launch.signature import SCALAR_NAMES, KernelSpec
 from minisgl.sampling_params import MAX_BAD_WORD_TOKENS, SamplingFlags
 
 # Constants of sample.cu.

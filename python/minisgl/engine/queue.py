@@ -16,7 +16,7 @@ from torch import Tensor
 from minisgl.core import AnyArray, DeviceOutOfMemory, Int32Array, PendingStep, StepResult
 from minisgl.engine.cpu_threads import StepThreads, name_thread
 from minisgl.kernel.availability import kernels_missing
-from minisgl.kernel.signature import KernelSpec
+from minisgl.kernel.launch.signature import KernelSpec
 from minisgl.step_cost import LAUNCH_MARGIN
 
 T = TypeVar("T")
@@ -220,7 +220,7 @@ def token_copier(device: torch.device) -> Callable[[Tensor, Tensor], object]:
     """Return a function that copies tokens [n] int32 to the start of pinned memory, in stream order."""
     if kernels_missing(device) is not None:
         return lambda tokens, memory: memory[: len(tokens)].copy_(tokens, non_blocking=True)
-    from minisgl.kernel.compile import Compiler
+    from minisgl.kernel.launch.compile import Compiler
 
     kernel = Compiler(device).kernel(KernelSpec, "copy_tokens.cu", "copy_tokens")
 

@@ -4,8 +4,8 @@
 with `delta_rule`; `availability` chooses among it, `cpu_ops` and `cuda_ops`.
 
 - CPU: `cpu_weights` has the layouts of weights, `cpu_int4` the one of csrc/int4_cpu.cpp, which `cpu_compile` compiles.
-- GPU: `compile` compiles csrc/ with NVRTC, and `signature` makes typed launchers from the kernels' declarations. Each
-  of the modules below chooses the tiling of one kind of work, and launches it.
+- GPU: `launch/` compiles csrc/ and makes typed launchers from the kernels' declarations. Each of the modules below
+  chooses the tiling of one kind of work, and launches it.
 - Dense products: `skinny_gemm` for a few rows, `small_batch_gemm` for some tens, cuBLAS for more.
 - Quantized products: `cuda_weights` has the weights. `quantized_gemm` multiplies 16-bit rows, with the tilings of
   `quantized_tiling` and `gemv_tiling`; `fp8_gemm` rounds the rows to FP8 (`fp8_rows`, `fp8_schedule`).

@@ -24,8 +24,8 @@ from torch.distributed.distributed_c10d import GroupName
 
 from minisgl.error_text import summary
 from minisgl.kernel.base import Norm
-from minisgl.kernel.compile import Compiler
-from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
+from minisgl.kernel.launch.compile import Compiler
+from minisgl.kernel.launch.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.kernel.skinny_gemm import SkinnyGemm
 
 logger = logging.getLogger(__name__)

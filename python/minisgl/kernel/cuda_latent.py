@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from minisgl.kernel.base import LatentDims, LatentRows
-from minisgl.kernel.compile import Compiler
-from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
+from minisgl.kernel.launch.compile import Compiler
+from minisgl.kernel.launch.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.kernel.small_batch_gemm import MAX_ROWS
 
 _THREADS = 256

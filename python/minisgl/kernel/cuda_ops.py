@@ -21,7 +21,6 @@ from minisgl.kernel.base import (
     Routing,
     Weight,
 )
-from minisgl.kernel.compile import Compiler
 from minisgl.kernel.cuda_delta import CudaDelta
 from minisgl.kernel.cuda_delta_chunks import CudaDeltaChunks
 from minisgl.kernel.cuda_latent import CudaLatent
@@ -29,9 +28,10 @@ from minisgl.kernel.cuda_moe import CudaMoe
 from minisgl.kernel.cuda_routing import CudaRouting
 from minisgl.kernel.cuda_weights import Fp8BlockWeight, Fp8Weight, QuantizedWeight
 from minisgl.kernel.fp8_gemm import Fp8Gemm, fp8_matrix
+from minisgl.kernel.launch.compile import Compiler
+from minisgl.kernel.launch.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.kernel.quantized_gemm import QuantizedGemm
 from minisgl.kernel.recurrent_rows import ChunkedRows, SingleRows
-from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.kernel.skinny_gemm import SkinnyGemm
 from minisgl.kernel.small_batch_gemm import MAX_ROWS, SmallBatchGemm
 from minisgl.kernel.torch_ops import DenseWeight, TorchOps, latent_query, latent_values

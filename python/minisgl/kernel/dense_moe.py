@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from minisgl.kernel.signature import KernelSpec, Macros
+from minisgl.kernel.launch.signature import KernelSpec, Macros
 
 ExpertProduct = Literal["gated", "weighted"]
 """The first product of a layer, with the activation, or the second, with the weights of a token's experts."""

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from minisgl.kernel.base import Activation, Norm
-from minisgl.kernel.compile import Compiler, tensor_map
 from minisgl.kernel.fp8_rows import GROUP, MOST_ROWS, Fp8Rows, empty_rows
 from minisgl.kernel.fp8_schedule import (
     BLOCK_N,
@@ -24,8 +23,9 @@ from minisgl.kernel.fp8_schedule import (
     beats_torch,
     schedule_tiles,
 )
+from minisgl.kernel.launch.compile import Compiler, tensor_map
+from minisgl.kernel.launch.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.kernel.quantized_tiling import GemmTiling, choose_fp8_tiling, fp8_stage_bytes, sums_bytes
-from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.optional_packages import import_error
 from minisgl.quantization.levels import LevelFormat, Levels
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple, TypeAlias
 
-from minisgl.kernel.signature import SHARED_BEFORE_ATTENTION
+from minisgl.kernel.launch.signature import SHARED_BEFORE_ATTENTION
 from minisgl.quantization.gpu_layout import BITS, TILE
 from minisgl.quantization.levels import Kind
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from minisgl.kernel.base import Activation, Norm, Product
-from minisgl.kernel.compile import Compiler
-from minisgl.kernel.signature import SCALAR_NAMES, SHARED_BEFORE_ATTENTION, KernelSpec, Macros
+from minisgl.kernel.launch.compile import Compiler
+from minisgl.kernel.launch.signature import SCALAR_NAMES, SHARED_BEFORE_ATTENTION, KernelSpec, Macros
 
 _SMALL = 1 << 23  # values of a weight up to which it is divided into many narrow blocks; else clusters divide K
 _MAX_ROWS = 16  # most rows of x for a small weight

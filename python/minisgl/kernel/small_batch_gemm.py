@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from minisgl.kernel.base import Activation, Product
-from minisgl.kernel.compile import Compiler, tensor_map
-from minisgl.kernel.signature import SCALAR_NAMES, SHARED_BEFORE_ATTENTION, KernelSpec, Macros
+from minisgl.kernel.launch.compile import Compiler, tensor_map
+from minisgl.kernel.launch.signature import SCALAR_NAMES, SHARED_BEFORE_ATTENTION, KernelSpec, Macros
 
 # With more rows cuBLAS is as fast or faster. Its kernels do not use programmatic dependent launch: they neither begin
 # early nor let their successors begin early. Using it only for the kernels between them makes a step 0.6% longer, so in

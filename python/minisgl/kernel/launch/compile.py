@@ -23,7 +23,7 @@ from cuda.core.utils import FileStreamProgramCache, InMemoryProgramCache, Stride
 from torch import Tensor
 
 import minisgl
-from minisgl.kernel.signature import KernelSpec, Launcher, Macros, Submit, make_launcher, parse_signature
+from minisgl.kernel.launch.signature import KernelSpec, Launcher, Macros, Submit, make_launcher, parse_signature
 
 _MAX_CONFIGS = 1024  # launch configurations kept for a kernel
 
