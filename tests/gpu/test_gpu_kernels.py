@@ -140,7 +140,7 @@ def test_products(ops: Ops, dtype: torch.dtype, rows: int, size: int, width: int
 @pytest.mark.parametrize("num_sms", [78, 114, 132, 148])
 def test_products_are_divided_for_any_number_of_multiprocessors(num_sms: int) -> None:
     """No block has more than 256 rows of a weight, and one wave of blocks has all rows if this limit allows it."""
-    from minisgl.kernel.small_batch_gemm import _kind
+    from minisgl.kernel.gemm.small_batch_gemm import _kind
 
     for width, size, gate in [(4096, 1024, None), (7168, 5120, None), (5120, 17408, None), (34816, 5120, "silu")]:
         kind = _kind(torch.bfloat16, 64, width, size, num_sms, gate=gate, before_attention=False)
@@ -160,7 +160,7 @@ def test_products_are_divided_for_any_number_of_multiprocessors(num_sms: int) ->
     ],
 )
 def test_products_of_a_row_are_divided_as_measured_on_an_h200(width: int, size: int, cluster: int, stages: int) -> None:
-    from minisgl.kernel.skinny_gemm import _kind
+    from minisgl.kernel.gemm.skinny_gemm import _kind
 
     kind = _kind(torch.bfloat16, 1, width, size, (2, 8), 132, 222 << 10, norm=True, gate=None, before_attention=False)
     assert (kind.block_n, kind.cluster, kind.stages) == (64, cluster, stages)

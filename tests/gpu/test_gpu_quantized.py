@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from minisgl import LLM, SamplingParams
 from minisgl.kernel.base import Norm, Ops
-from minisgl.kernel.fp8_rows import Fp8Rows
-from minisgl.kernel.fp8_schedule import schedule_tiles
-from minisgl.kernel.gemv_tiling import gemv_tilings
+from minisgl.kernel.gemm.fp8_rows import Fp8Rows
+from minisgl.kernel.gemm.fp8_schedule import schedule_tiles
+from minisgl.kernel.gemm.gemv_tiling import gemv_tilings
 from minisgl.kernel.torch_ops import TorchOps
 from minisgl.quantization.gpu_layout import pack_levels
 from minisgl.quantization.levels import MIDDLE, LevelFormat, Levels
@@ -119,8 +119,8 @@ def test_sums_of_x_are_subtracted_exactly(ops: Ops, form: LevelFormat, dtype: to
 @pytest.mark.parametrize("form", [LevelFormat("int4", 128, True), INT4_FORMAT, LevelFormat("fp8")], ids=str)
 def test_a_lone_row_by_other_tilings(ops: Ops, form: LevelFormat) -> None:
     """Tiles that reach over the weight's end, several tiles per block, clusters, and warps without columns."""
+    from minisgl.kernel.gemm.quantized_gemm import QuantizedGemm
     from minisgl.kernel.launch.compile import Compiler
-    from minisgl.kernel.quantized_gemm import QuantizedGemm
 
     torch.manual_seed(0)
     reference, gemm, width, size = TorchOps(), QuantizedGemm(Compiler(torch.device("cuda", 0))), 13328, 768
@@ -191,7 +191,7 @@ def test_products_in_fp8_multiply_what_x_is_rounded_to(ops: Ops, group: int, x_s
 )
 def test_products_of_a_persistent_grid(ops: Ops, rows: int, width: int, size: int) -> None:
     """Tiles are whole or divided along K; the last one may reach over the end of x or of the weight."""
-    from minisgl.kernel.fp8_gemm import fp8_matrix
+    from minisgl.kernel.gemm.fp8_gemm import fp8_matrix
 
     torch.manual_seed(0)
     reference, levels = TorchOps(), random_levels(LevelFormat("fp8", 128, rounds_x=True), width, size)
@@ -211,7 +211,7 @@ def test_products_of_a_persistent_grid(ops: Ops, rows: int, width: int, size: in
 
 def test_products_of_some_rows_take_the_persistent_grid(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
     """129 to 192 rows of wide weights; where torch's tiles fit the rows better, torch multiplies."""
-    from minisgl.kernel.fp8_gemm import Fp8Gemm
+    from minisgl.kernel.gemm.fp8_gemm import Fp8Gemm
 
     taken: list[int] = []
     original = Fp8Gemm.persistent_product

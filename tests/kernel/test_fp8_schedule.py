@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from minisgl.kernel.fp8_schedule import (
+from minisgl.kernel.gemm.fp8_schedule import (
     BLOCK_M,
     BLOCK_N,
     CLUSTER,

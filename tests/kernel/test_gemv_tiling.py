@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from minisgl.kernel.gemv_tiling import choose_gemv_tiling, gemv_tilings
+from minisgl.kernel.gemm.gemv_tiling import choose_gemv_tiling, gemv_tilings
 from minisgl.quantization.levels import Kind
 
 SM_BYTES, BLOCK_BYTES = 228 << 10, 227 << 10  # shared memory of an SM and of a block, whose own 1 KiB is not counted

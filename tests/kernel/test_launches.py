@@ -31,7 +31,7 @@ from minisgl.kernel.base import (
     Product,
     Routing,
 )
-from minisgl.kernel.fp8_rows import Fp8Products, empty_rows
+from minisgl.kernel.gemm.fp8_rows import Fp8Products, empty_rows
 from minisgl.kernel.launch.signature import KernelSpec, Launcher, Parameter, make_launcher, parse_signature
 from minisgl.kernel.recurrent_rows import SingleRows, captured_rows
 from minisgl.layers.layer_config import MoEConfig, NormConfig
@@ -59,10 +59,10 @@ WRAPPERS = (
     "minisgl.kernel.cuda_moe",
     "minisgl.kernel.cuda_ops",
     "minisgl.kernel.cuda_routing",
-    "minisgl.kernel.fp8_gemm",
-    "minisgl.kernel.quantized_gemm",
-    "minisgl.kernel.skinny_gemm",
-    "minisgl.kernel.small_batch_gemm",
+    "minisgl.kernel.gemm.fp8_gemm",
+    "minisgl.kernel.gemm.quantized_gemm",
+    "minisgl.kernel.gemm.skinny_gemm",
+    "minisgl.kernel.gemm.small_batch_gemm",
 )
 SOURCE = """
 extern "C" __global__ void __launch_bounds__(128) scale(
@@ -312,8 +312,8 @@ def run_quantized() -> None:
     ("rows", "size", "supported"), [(64, 2880, True), (33, 4096, True), (32, 2880, False), (64, 1024, False)]
 )
 def test_a_vocabulary_is_multiplied_where_it_was_measured(rows: int, size: int, supported: bool) -> None:
+    from minisgl.kernel.gemm.small_batch_gemm import SmallBatchGemm
     from minisgl.kernel.launch.compile import Compiler
-    from minisgl.kernel.small_batch_gemm import SmallBatchGemm
 
     x, weight = (torch.empty(count, size, dtype=torch.bfloat16) for count in (rows, 70_000))
     assert SmallBatchGemm(Compiler(CPU)).supports(x, weight) == supported

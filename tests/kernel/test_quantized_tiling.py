@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from minisgl.kernel.quantized_tiling import (
+from minisgl.kernel.gemm.quantized_tiling import (
     GemmTiling,
     choose_fp8_tiling,
     choose_quantized_tiling,

@@ -6,9 +6,7 @@ with `delta_rule`; `availability` chooses among it, `cpu_ops` and `cuda_ops`.
 - CPU: `cpu_weights` has the layouts of weights, `cpu_int4` the one of csrc/int4_cpu.cpp, which `cpu_compile` compiles.
 - GPU: `launch/` compiles csrc/ and makes typed launchers from the kernels' declarations. Each of the modules below
   chooses the tiling of one kind of work, and launches it.
-- Dense products: `skinny_gemm` for a few rows, `small_batch_gemm` for some tens, cuBLAS for more.
-- Quantized products: `cuda_weights` has the weights. `quantized_gemm` multiplies 16-bit rows, with the tilings of
-  `quantized_tiling` and `gemv_tiling`; `fp8_gemm` rounds the rows to FP8 (`fp8_rows`, `fp8_schedule`).
+- Products with one weight, dense or quantized: `gemm/`.
 - Experts: `cuda_routing` chooses them, `cuda_moe` sorts tokens by them and multiplies: `dense_moe` has the products of
   16-bit experts, `quantized_moe` those of quantized ones.
 - Latent attention: `cuda_latent`. Recurrent layers: `recurrent_rows` lays out the rows of a step, `cuda_delta` computes

@@ -24,9 +24,9 @@ from torch.distributed.distributed_c10d import GroupName
 
 from minisgl.error_text import summary
 from minisgl.kernel.base import Norm
+from minisgl.kernel.gemm.skinny_gemm import SkinnyGemm
 from minisgl.kernel.launch.compile import Compiler
 from minisgl.kernel.launch.signature import SCALAR_NAMES, KernelSpec, Macros
-from minisgl.kernel.skinny_gemm import SkinnyGemm
 
 logger = logging.getLogger(__name__)
 

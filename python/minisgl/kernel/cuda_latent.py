@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from minisgl.kernel.base import LatentDims, LatentRows
+from minisgl.kernel.gemm.small_batch_gemm import MAX_ROWS
 from minisgl.kernel.launch.compile import Compiler
 from minisgl.kernel.launch.signature import SCALAR_NAMES, KernelSpec, Macros
-from minisgl.kernel.small_batch_gemm import MAX_ROWS
 
 _THREADS = 256
 _TOKENS = 8  # most tokens of latent_query and latent_values, as in latent.cu

@@ -24,10 +24,10 @@ from minisgl.kernel.base import (
 )
 from minisgl.kernel.cuda_routing import CudaRouting
 from minisgl.kernel.dense_moe import DenseMoeTiling, ExpertProduct
+from minisgl.kernel.gemm.small_batch_gemm import MAX_ROWS
 from minisgl.kernel.launch.compile import Compiler
 from minisgl.kernel.launch.signature import SCALAR_NAMES, KernelSpec, Launcher, Macros
 from minisgl.kernel.quantized_moe import ProductTilings, QuantizedMoeTiling
-from minisgl.kernel.small_batch_gemm import MAX_ROWS
 from minisgl.kernel.torch_ops import route
 from minisgl.quantization.expert_layout import PackedExperts
 from minisgl.quantization.levels import LevelFormat

@@ -26,14 +26,14 @@ from minisgl.kernel.cuda_delta_chunks import CudaDeltaChunks
 from minisgl.kernel.cuda_latent import CudaLatent
 from minisgl.kernel.cuda_moe import CudaMoe
 from minisgl.kernel.cuda_routing import CudaRouting
-from minisgl.kernel.cuda_weights import Fp8BlockWeight, Fp8Weight, QuantizedWeight
-from minisgl.kernel.fp8_gemm import Fp8Gemm, fp8_matrix
+from minisgl.kernel.gemm.cuda_weights import Fp8BlockWeight, Fp8Weight, QuantizedWeight
+from minisgl.kernel.gemm.fp8_gemm import Fp8Gemm, fp8_matrix
+from minisgl.kernel.gemm.quantized_gemm import QuantizedGemm
+from minisgl.kernel.gemm.skinny_gemm import SkinnyGemm
+from minisgl.kernel.gemm.small_batch_gemm import MAX_ROWS, SmallBatchGemm
 from minisgl.kernel.launch.compile import Compiler
 from minisgl.kernel.launch.signature import SCALAR_NAMES, KernelSpec, Macros
-from minisgl.kernel.quantized_gemm import QuantizedGemm
 from minisgl.kernel.recurrent_rows import ChunkedRows, SingleRows
-from minisgl.kernel.skinny_gemm import SkinnyGemm
-from minisgl.kernel.small_batch_gemm import MAX_ROWS, SmallBatchGemm
 from minisgl.kernel.torch_ops import DenseWeight, TorchOps, latent_query, latent_values
 from minisgl.quantization.gpu_layout import pack_levels
 from minisgl.quantization.levels import LevelFormat, Levels

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from minisgl.kernel.base import Norm, Routing
+from minisgl.kernel.gemm.small_batch_gemm import MAX_ROWS
 from minisgl.kernel.launch.compile import Compiler
 from minisgl.kernel.launch.signature import SCALAR_NAMES, KernelSpec, Macros
-from minisgl.kernel.small_batch_gemm import MAX_ROWS
 
 _WARPS = 4  # warps per block of moe_choose.cu, as declared there
 _MAX_GROUPS = 32

@@ -9,7 +9,7 @@ from minisgl.context import ForwardContext
 from minisgl.distributed import TPGroup
 from minisgl.distributed.group import Summed
 from minisgl.kernel.base import Heads, Norm
-from minisgl.kernel.fp8_rows import Fp8Rows
+from minisgl.kernel.gemm.fp8_rows import Fp8Rows
 from minisgl.layers.layer_config import AttentionConfig, NormConfig
 from minisgl.layers.linear import ColumnParallelLinear, HeadParameter, Part, RowParallelLinear
 from minisgl.layers.norm import ProjectionNorm, RMSNorm, params_of

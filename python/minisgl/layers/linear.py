@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from minisgl.distributed import TPGroup
 from minisgl.distributed.group import Summed
 from minisgl.kernel.base import Norm, Ops, Weight
-from minisgl.kernel.fp8_rows import Fp8Products, Fp8Rows
+from minisgl.kernel.gemm.fp8_rows import Fp8Products, Fp8Rows
 from minisgl.kernel.torch_ops import DenseWeight
 from minisgl.layers.norm import RMSNorm, params_of
 from minisgl.layers.weight_slice import WeightSlice, row_slices, whole

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from minisgl.kernel import quantized_gemm
 from minisgl.kernel.base import Activation, Norm, Ops
-from minisgl.kernel.fp8_gemm import Fp8Gemm, Fp8Matrix
-from minisgl.kernel.fp8_rows import MOST_ROWS, Fp8Rows
-from minisgl.kernel.quantized_gemm import QuantizedGemm
+from minisgl.kernel.gemm import quantized_gemm
+from minisgl.kernel.gemm.fp8_gemm import Fp8Gemm, Fp8Matrix
+from minisgl.kernel.gemm.fp8_rows import MOST_ROWS, Fp8Rows
+from minisgl.kernel.gemm.quantized_gemm import QuantizedGemm
 from minisgl.quantization.gpu_layout import PackedLevels
 
 Activate = Callable[[Tensor, Activation], Tensor]

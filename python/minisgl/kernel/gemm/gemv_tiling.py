@@ -7,7 +7,7 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
-from minisgl.kernel.quantized_tiling import BANDWIDTH, FILLED_BY_FOUR
+from minisgl.kernel.gemm.quantized_tiling import BANDWIDTH, FILLED_BY_FOUR
 from minisgl.quantization.gpu_layout import BITS
 from minisgl.quantization.levels import Kind
 

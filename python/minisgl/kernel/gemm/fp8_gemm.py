@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from minisgl.kernel.base import Activation, Norm
-from minisgl.kernel.fp8_rows import GROUP, MOST_ROWS, Fp8Rows, empty_rows
-from minisgl.kernel.fp8_schedule import (
+from minisgl.kernel.gemm.fp8_rows import GROUP, MOST_ROWS, Fp8Rows, empty_rows
+from minisgl.kernel.gemm.fp8_schedule import (
     BLOCK_N,
     CLUSTER,
     LINE,
@@ -23,9 +23,9 @@ from minisgl.kernel.fp8_schedule import (
     beats_torch,
     schedule_tiles,
 )
+from minisgl.kernel.gemm.quantized_tiling import GemmTiling, choose_fp8_tiling, fp8_stage_bytes, sums_bytes
 from minisgl.kernel.launch.compile import Compiler, tensor_map
 from minisgl.kernel.launch.signature import SCALAR_NAMES, KernelSpec, Macros
-from minisgl.kernel.quantized_tiling import GemmTiling, choose_fp8_tiling, fp8_stage_bytes, sums_bytes
 from minisgl.optional_packages import import_error
 from minisgl.quantization.levels import LevelFormat, Levels
 

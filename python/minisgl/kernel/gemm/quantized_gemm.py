@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from minisgl.kernel.base import Activation, Norm
-from minisgl.kernel.gemv_tiling import GemvTiling, choose_gemv_tiling
+from minisgl.kernel.gemm.gemv_tiling import GemvTiling, choose_gemv_tiling
+from minisgl.kernel.gemm.quantized_tiling import GemmTiling, choose_quantized_tiling, quantized_stage_bytes, sums_bytes
 from minisgl.kernel.launch.compile import Compiler, tensor_map
 from minisgl.kernel.launch.signature import SCALAR_NAMES, KernelSpec, Macros
-from minisgl.kernel.quantized_tiling import GemmTiling, choose_quantized_tiling, quantized_stage_bytes, sums_bytes
 from minisgl.quantization.gpu_layout import CHUNK, GROUPS, WEIGHT_NAMES, PackedLevels
 from minisgl.quantization.levels import Kind, LevelFormat
 
