@@ -297,7 +297,7 @@ ROUTINGS = [
 @pytest.mark.parametrize(("experts", "routing"), ROUTINGS)
 @pytest.mark.parametrize("biased", [False, True])
 def test_choice_of_experts(experts: int, routing: Routing, biased: bool) -> None:
-    from minisgl.kernel.cuda_routing import CudaRouting
+    from minisgl.kernel.experts.cuda_routing import CudaRouting
     from minisgl.kernel.launch.compile import Compiler
 
     torch.manual_seed(0)

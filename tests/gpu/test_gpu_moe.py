@@ -104,8 +104,8 @@ def test_other_routings(ops: Ops, dtype: torch.dtype, float32_router: bool, rout
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_every_tiling(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """All tilings, also those for other GPUs and numbers of tokens, with remainders of K and of the outputs."""
-    from minisgl.kernel import cuda_moe, dense_moe
-    from minisgl.kernel.cuda_routing import CudaRouting
+    from minisgl.kernel.experts import cuda_moe, dense_moe
+    from minisgl.kernel.experts.cuda_routing import CudaRouting
     from minisgl.kernel.launch.compile import Compiler
 
     compiler = Compiler(torch.device("cuda", 0))

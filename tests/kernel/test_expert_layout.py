@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.kernel import quantized_moe
+from minisgl.kernel.experts import quantized_moe
 from minisgl.quantization.expert_layout import PackedExperts
 from minisgl.quantization.levels import LevelFormat, Levels
 from support.expert_values import expert_values

@@ -56,9 +56,9 @@ WRAPPERS = (
     "minisgl.kernel.cuda_delta",
     "minisgl.kernel.cuda_delta_chunks",
     "minisgl.kernel.cuda_latent",
-    "minisgl.kernel.cuda_moe",
+    "minisgl.kernel.experts.cuda_moe",
     "minisgl.kernel.cuda_ops",
-    "minisgl.kernel.cuda_routing",
+    "minisgl.kernel.experts.cuda_routing",
     "minisgl.kernel.gemm.fp8_gemm",
     "minisgl.kernel.gemm.quantized_gemm",
     "minisgl.kernel.gemm.skinny_gemm",
@@ -321,7 +321,7 @@ def test_a_vocabulary_is_multiplied_where_it_was_measured(rows: int, size: int, 
 
 def run_moe(dtype: torch.dtype) -> None:
     from minisgl.kernel.cuda_ops import CudaOps
-    from minisgl.kernel.cuda_routing import CudaRouting
+    from minisgl.kernel.experts.cuda_routing import CudaRouting
     from minisgl.kernel.launch.compile import Compiler
 
     w13, w2 = torch.zeros(8, 64, 64, dtype=dtype), torch.zeros(8, 64, 32, dtype=dtype)

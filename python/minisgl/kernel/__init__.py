@@ -7,8 +7,7 @@ with `delta_rule`; `availability` chooses among it, `cpu_ops` and `cuda_ops`.
 - GPU: `launch/` compiles csrc/ and makes typed launchers from the kernels' declarations. Each of the modules below
   chooses the tiling of one kind of work, and launches it.
 - Products with one weight, dense or quantized: `gemm/`.
-- Experts: `cuda_routing` chooses them, `cuda_moe` sorts tokens by them and multiplies: `dense_moe` has the products of
-  16-bit experts, `quantized_moe` those of quantized ones.
+- Mixture of experts: `experts/`.
 - Latent attention: `cuda_latent`. Recurrent layers: `recurrent_rows` lays out the rows of a step, `cuda_delta` computes
   those of one token, `cuda_delta_chunks` longer ones.
 - Several GPUs: `all_reduce`.

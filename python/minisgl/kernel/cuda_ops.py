@@ -24,8 +24,8 @@ from minisgl.kernel.base import (
 from minisgl.kernel.cuda_delta import CudaDelta
 from minisgl.kernel.cuda_delta_chunks import CudaDeltaChunks
 from minisgl.kernel.cuda_latent import CudaLatent
-from minisgl.kernel.cuda_moe import CudaMoe
-from minisgl.kernel.cuda_routing import CudaRouting
+from minisgl.kernel.experts.cuda_moe import CudaMoe
+from minisgl.kernel.experts.cuda_routing import CudaRouting
 from minisgl.kernel.gemm.cuda_weights import Fp8BlockWeight, Fp8Weight, QuantizedWeight
 from minisgl.kernel.gemm.fp8_gemm import Fp8Gemm, fp8_matrix
 from minisgl.kernel.gemm.quantized_gemm import QuantizedGemm

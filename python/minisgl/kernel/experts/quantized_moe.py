@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from minisgl.kernel.dense_moe import FEW_PAIRS, ExpertProduct
+from minisgl.kernel.experts.dense_moe import FEW_PAIRS, ExpertProduct
 from minisgl.kernel.launch.signature import KernelSpec, Macros
 from minisgl.quantization.expert_layout import PackedExperts
 from minisgl.quantization.gpu_layout import BITS, GROUPS, TILE, WEIGHT_NAMES

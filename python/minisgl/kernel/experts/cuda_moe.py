@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minisgl.kernel import dense_moe, quantized_moe
 from minisgl.kernel.base import (
     ClampedSwiGLU,
     ExpertKind,
@@ -22,12 +21,13 @@ from minisgl.kernel.base import (
     Norm,
     Routing,
 )
-from minisgl.kernel.cuda_routing import CudaRouting
-from minisgl.kernel.dense_moe import DenseMoeTiling, ExpertProduct
+from minisgl.kernel.experts import dense_moe, quantized_moe
+from minisgl.kernel.experts.cuda_routing import CudaRouting
+from minisgl.kernel.experts.dense_moe import DenseMoeTiling, ExpertProduct
+from minisgl.kernel.experts.quantized_moe import ProductTilings, QuantizedMoeTiling
 from minisgl.kernel.gemm.small_batch_gemm import MAX_ROWS
 from minisgl.kernel.launch.compile import Compiler
 from minisgl.kernel.launch.signature import SCALAR_NAMES, KernelSpec, Launcher, Macros
-from minisgl.kernel.quantized_moe import ProductTilings, QuantizedMoeTiling
 from minisgl.kernel.torch_ops import route
 from minisgl.quantization.expert_layout import PackedExperts
 from minisgl.quantization.levels import LevelFormat
