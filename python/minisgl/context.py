@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from minisgl.attention.base import AttentionPlan, ExpandingPlan
     from minisgl.attention.fused import FusedRows
     from minisgl.kernel.base import Ops
-    from minisgl.kernel.recurrent_rows import RecurrentRows
+    from minisgl.kernel.delta_net.recurrent_rows import RecurrentRows
     from minisgl.kvcache.pool import KVPool
 
 

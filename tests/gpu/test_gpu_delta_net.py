@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minisgl.kernel.base import Norm
-from minisgl.kernel.recurrent_rows import RecurrentRows, SingleRows, captured_rows, recurrent_rows
+from minisgl.kernel.delta_net.recurrent_rows import RecurrentRows, SingleRows, captured_rows, recurrent_rows
 from minisgl.kernel.torch_ops import TorchOps
 from support.delta_net import Layer, by_the_book, make_layer, projection
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.kernel import delta_rule
-from minisgl.kernel.recurrent_rows import captured_rows, recurrent_rows
+from minisgl.kernel.delta_net import delta_rule
+from minisgl.kernel.delta_net.recurrent_rows import captured_rows, recurrent_rows
 from support.delta_net import by_the_book, make_layer, projection
 
 

@@ -31,9 +31,9 @@ from minisgl.kernel.base import (
     Product,
     Routing,
 )
+from minisgl.kernel.delta_net.recurrent_rows import SingleRows, captured_rows
 from minisgl.kernel.gemm.fp8_rows import Fp8Products, empty_rows
 from minisgl.kernel.launch.signature import KernelSpec, Launcher, Parameter, make_launcher, parse_signature
-from minisgl.kernel.recurrent_rows import SingleRows, captured_rows
 from minisgl.layers.layer_config import MoEConfig, NormConfig
 from minisgl.layers.linear import allocate, bind_weights
 from minisgl.layers.mlp import SparseMLP
@@ -53,8 +53,8 @@ WRAPPERS = (
     "minisgl.attention.latent_prefill",
     "minisgl.engine.cuda_sampler",
     "minisgl.kernel.all_reduce",
-    "minisgl.kernel.cuda_delta",
-    "minisgl.kernel.cuda_delta_chunks",
+    "minisgl.kernel.delta_net.cuda_step",
+    "minisgl.kernel.delta_net.cuda_chunks",
     "minisgl.kernel.cuda_latent",
     "minisgl.kernel.experts.cuda_moe",
     "minisgl.kernel.cuda_ops",

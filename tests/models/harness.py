@@ -14,7 +14,7 @@ from minisgl.attention.model_attention import LayerAttention, ModelAttention
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.context import ForwardContext
 from minisgl.kernel.base import Ops
-from minisgl.kernel.recurrent_rows import recurrent_rows
+from minisgl.kernel.delta_net.recurrent_rows import recurrent_rows
 from minisgl.kernel.torch_ops import TorchOps
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers.layer_config import AttentionConfig

@@ -22,7 +22,7 @@ from minisgl.engine.logits_processing import process_logits
 from minisgl.engine.sampler import Sampler, compute_logprobs
 from minisgl.engine.state import SlotState
 from minisgl.kernel.base import Ops
-from minisgl.kernel.recurrent_rows import RecurrentRows, SingleRows, captured_rows, recurrent_rows
+from minisgl.kernel.delta_net.recurrent_rows import RecurrentRows, SingleRows, captured_rows, recurrent_rows
 from minisgl.kvcache.pool import KVPool
 from minisgl.models.base import Model
 from minisgl.uploads import upload

@@ -9,7 +9,7 @@ if TYPE_CHECKING:  # a model's config names activations and routings where torch
     import torch
     from torch import Tensor
 
-    from minisgl.kernel.recurrent_rows import ChunkedRows, SingleRows
+    from minisgl.kernel.delta_net.recurrent_rows import ChunkedRows, SingleRows
     from minisgl.quantization.expert_layout import PackedExperts
     from minisgl.quantization.levels import LevelFormat, Levels
     from minisgl.quantization.rounding import Int4Grid

@@ -21,9 +21,10 @@ from minisgl.kernel.base import (
     Routing,
     Weight,
 )
-from minisgl.kernel.cuda_delta import CudaDelta
-from minisgl.kernel.cuda_delta_chunks import CudaDeltaChunks
 from minisgl.kernel.cuda_latent import CudaLatent
+from minisgl.kernel.delta_net.cuda_chunks import CudaDeltaChunks
+from minisgl.kernel.delta_net.cuda_step import CudaDelta
+from minisgl.kernel.delta_net.recurrent_rows import ChunkedRows, SingleRows
 from minisgl.kernel.experts.cuda_moe import CudaMoe
 from minisgl.kernel.experts.cuda_routing import CudaRouting
 from minisgl.kernel.gemm.cuda_weights import Fp8BlockWeight, Fp8Weight, QuantizedWeight
@@ -33,7 +34,6 @@ from minisgl.kernel.gemm.skinny_gemm import SkinnyGemm
 from minisgl.kernel.gemm.small_batch_gemm import MAX_ROWS, SmallBatchGemm
 from minisgl.kernel.launch.compile import Compiler
 from minisgl.kernel.launch.signature import SCALAR_NAMES, KernelSpec, Macros
-from minisgl.kernel.recurrent_rows import ChunkedRows, SingleRows
 from minisgl.kernel.torch_ops import DenseWeight, TorchOps, latent_query, latent_values
 from minisgl.quantization.gpu_layout import pack_levels
 from minisgl.quantization.levels import LevelFormat, Levels

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.kernel import delta_rule
 from minisgl.kernel.base import (
     NO_BIASES,
     Activation,
@@ -27,7 +26,8 @@ from minisgl.kernel.base import (
     Routing,
     Weight,
 )
-from minisgl.kernel.recurrent_rows import ChunkedRows, SingleRows
+from minisgl.kernel.delta_net import delta_rule
+from minisgl.kernel.delta_net.recurrent_rows import ChunkedRows, SingleRows
 from minisgl.quantization.levels import LevelFormat, Levels
 from minisgl.quantization.rounding import Int4Grid
 

@@ -12,7 +12,7 @@ from minisgl.context import ForwardContext
 from minisgl.distributed import TPGroup
 from minisgl.distributed.group import Summed
 from minisgl.kernel.base import DeltaHeads, Norm
-from minisgl.kernel.recurrent_rows import RecurrentRows
+from minisgl.kernel.delta_net.recurrent_rows import RecurrentRows
 from minisgl.layers.layer_config import DeltaNetConfig, NormConfig
 from minisgl.layers.linear import ColumnParallelLinear, HeadParameter, Part, RowParallelLinear, zeros
 from minisgl.layers.norm import RMSNorm

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.kernel.base import DeltaHeads
-from minisgl.kernel.recurrent_rows import ChunkedRows, PaddedChunks, SingleRows
+from minisgl.kernel.delta_net.recurrent_rows import ChunkedRows, PaddedChunks, SingleRows
 
 _EPS = 1e-6  # added to the square of a vector's length
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from minisgl.kernel.base import DeltaHeads
+from minisgl.kernel.delta_net.recurrent_rows import SingleRows
 from minisgl.kernel.launch.compile import Compiler
 from minisgl.kernel.launch.signature import SCALAR_NAMES, KernelSpec
-from minisgl.kernel.recurrent_rows import SingleRows
 
 _HEAD_DIM = 128  # size of key and value heads in all published models
 _THREADS = 256  # per block, whose registers hold a value head's memory of 64 KiB

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from minisgl.kernel.base import DeltaHeads
+from minisgl.kernel.delta_net.recurrent_rows import CHUNK, ChunkedRows
 from minisgl.kernel.launch.compile import Compiler
 from minisgl.kernel.launch.signature import SCALAR_NAMES, KernelSpec, Macros
-from minisgl.kernel.recurrent_rows import CHUNK, ChunkedRows
 
 _HEAD_DIM = 128  # size of key and value heads in all published models
 _PADDING = 8  # 16-bit values of padding after each row of a tile in shared memory
