@@ -5,7 +5,7 @@
 // scale and an offset for each output: value = (code - 8) * scale + offset. A group's codes are four vectors of 32
 // words. In vector v, nibble n of the words 2 j and 2 j + 1 are the codes of output j in columns 2 (4 v + n) and 2 (4 v
 // + n) + 1. One instruction multiplies such a pair with two values of x and adds the products in float32.
-// `kernel/cpu_int4.py` packs the codes.
+// `kernel/cpu/int4.py` packs the codes.
 
 #include <immintrin.h>
 

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from minisgl.distributed import SingleRank
 from minisgl.kernel.base import Activation, Norm
-from minisgl.kernel.cpu_compile import CompilationError, load_library
-from minisgl.kernel.cpu_int4 import TiledInt4Weight
+from minisgl.kernel.cpu.compile import CompilationError, load_library
+from minisgl.kernel.cpu.int4 import TiledInt4Weight
+from minisgl.kernel.cpu.weights import Int4Weight
 from minisgl.kernel.cpu_ops import CpuOps, multiplies_bfloat16
-from minisgl.kernel.cpu_weights import Int4Weight
 from minisgl.kernel.torch_ops import TorchOps
 from minisgl.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear, bind_weights, product_labels
 from minisgl.models.config.load_config import load_model_config

@@ -17,8 +17,8 @@ from minisgl.attention.self_test import ROLES
 from minisgl.doctor.cases import run_attention, run_experts, run_fused, run_int4, run_levels, run_ops, run_sampler
 from minisgl.error_text import summary
 from minisgl.kernel.availability import kernels_missing, make_ops
-from minisgl.kernel.cpu_compile import CompilationError
-from minisgl.kernel.cpu_int4 import load_int4_linear
+from minisgl.kernel.cpu.compile import CompilationError
+from minisgl.kernel.cpu.int4 import load_int4_linear
 from minisgl.quantization.levels import LevelFormat
 from minisgl.quantization.rounding import INT4_FORMAT
 

@@ -1,13 +1,12 @@
-"""Fused operations: the interface, the torch reference, and the CUDA kernels of csrc/.
+"""Fused operations: their interface, three implementations of it, and the parts of these in folders.
 
-`base` declares `Ops`, which layers call, and `Weight`, a loaded matrix with its products. `torch_ops` is the reference;
-`availability` chooses among it, `cpu_ops` and `cuda_ops`.
+`base` declares `Ops`, which layers call, and `Weight`, a loaded matrix with its products. `torch_ops` is the reference,
+`cpu_ops` and `cuda_ops` are faster; `availability` chooses among them.
 
-- CPU: `cpu_weights` has the layouts of weights, `cpu_int4` the one of csrc/int4_cpu.cpp, which `cpu_compile` compiles.
-- GPU: `launch/` compiles csrc/ and makes typed launchers from the kernels' declarations. Each of the modules below
-  chooses the tiling of one kind of work, and launches it.
-- Products with one weight, dense or quantized: `gemm/`.
-- Mixture of experts: `experts/`.
-- Latent attention: `cuda_latent`. Recurrent layers: `delta_net/`.
-- Several GPUs: `all_reduce`.
+- CPU: `cpu/` has layouts of weights, and compiles csrc/int4_cpu.cpp.
+- GPU: `launch/` compiles the CUDA kernels of csrc/, and makes typed launchers from their declarations. Each module
+  below chooses the tiling of one kind of work, and launches it.
+- Products with one weight, dense or quantized: `gemm/`. Mixture of experts: `experts/`.
+- Latent attention: `cuda_latent`. Recurrent layers, in torch too: `delta_net/`.
+- Sums over several GPUs: `all_reduce`.
 """

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.kernel.base import Heads, Norm, Weight
-from minisgl.kernel.cpu_compile import CompilationError
-from minisgl.kernel.cpu_int4 import Int4Linear, TiledInt4Weight, load_int4_linear
-from minisgl.kernel.cpu_weights import Int4Weight, PackedWeight
+from minisgl.kernel.cpu.compile import CompilationError
+from minisgl.kernel.cpu.int4 import Int4Linear, TiledInt4Weight, load_int4_linear
+from minisgl.kernel.cpu.weights import Int4Weight, PackedWeight
 from minisgl.kernel.torch_ops import DenseWeight, TorchOps, store, unweighted_norm
 from minisgl.quantization.rounding import Int4Grid
 

@@ -112,7 +112,7 @@ class Fp8Weight:
 
 
 class Fp8BlockWeight(Fp8Weight):
-    """Implements also kernel.fp8_rows.Fp8Products: the weight has block scales, x has group scales."""
+    """Implements also kernel.gemm.fp8_rows.Fp8Products: the weight has block scales, x has group scales."""
 
     def linear_of_rounded(self, x: Fp8Rows, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         return self._gemm.product(x, self._matrix, bias, residual, self._dtype)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minisgl.kernel.base import Activation, Norm, Ops, Weight
-from minisgl.kernel.cpu_compile import CompilationError, load_library
+from minisgl.kernel.cpu.compile import CompilationError, load_library
 from minisgl.kernel.torch_ops import activate_and_mul
 from minisgl.quantization.rounding import INT4_GROUP, Int4Grid
 
