@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from minisgl.attention.key_blocks import TILE_QUERIES, key_blocks
+from minisgl.attention.latent.key_blocks import TILE_QUERIES, key_blocks
 
 
 @pytest.mark.parametrize("max_keys", [64, 100, 1000, 5000])

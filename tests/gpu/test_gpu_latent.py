@@ -156,7 +156,7 @@ def test_expanded_chunks(
     buffer_bytes: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("minisgl.attention.latent_prefill._BUFFER_BYTES", buffer_bytes)
+    monkeypatch.setattr("minisgl.attention.latent.prefill._BUFFER_BYTES", buffer_bytes)
     world, (nope, value) = Latents(heads, 16, dtype, longest=1500, dims=dims), dims
     if torch.cuda.get_device_capability(DEVICE) != (9, 0):
         pytest.skip("long chunks are expanded on Hopper alone")

@@ -48,9 +48,9 @@ CSRC = Path(minisgl.__file__).parent / "csrc"
 CPU = torch.device("cpu")
 WRAPPERS = (
     "minisgl.attention.fused",
-    "minisgl.attention.latent",
-    "minisgl.attention.latent_decode",
-    "minisgl.attention.latent_prefill",
+    "minisgl.attention.latent.backend",
+    "minisgl.attention.latent.decode",
+    "minisgl.attention.latent.prefill",
     "minisgl.engine.cuda_sampler",
     "minisgl.kernel.all_reduce",
     "minisgl.kernel.delta_net.cuda_step",
@@ -433,7 +433,7 @@ def run_delta_net(dtype: torch.dtype) -> None:
 
 
 def run_latents(dtype: torch.dtype) -> None:
-    from minisgl.attention.latent import LatentAttentionBackend
+    from minisgl.attention.latent.backend import LatentAttentionBackend
     from minisgl.kernel.cuda_ops import CudaOps
 
     spec = AttentionSpec(16, 1, 576, 16, dtype, latent_dim=512, expanded_dims=(128, 128))

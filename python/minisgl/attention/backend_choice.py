@@ -256,7 +256,7 @@ def _latent_unsupported(spec: AttentionSpec, capability: Capability) -> str | No
 
 
 def _make_latent(spec: AttentionSpec, device: torch.device) -> AttentionBackend:
-    from minisgl.attention.latent import LatentAttentionBackend
+    from minisgl.attention.latent.backend import LatentAttentionBackend
 
     return LatentAttentionBackend(spec, device)
 

@@ -19,7 +19,7 @@ from minisgl.attention.base import (
     PlansDecodes,
     RecurrentSpec,
 )
-from minisgl.attention.key_blocks import MIN_EXPANDED
+from minisgl.attention.latent.key_blocks import MIN_EXPANDED
 from minisgl.core import Int32Array
 from minisgl.kvcache.layout import KVLayout, Store
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import AttentionInputs, AttentionSpec
-from minisgl.attention.key_blocks import TILE_QUERIES, key_blocks
+from minisgl.attention.latent.key_blocks import TILE_QUERIES, key_blocks
 from minisgl.core import Int32Array
 from minisgl.kernel.launch.compile import Compiler, tensor_map
 from minisgl.kernel.launch.signature import SCALAR_NAMES, KernelSpec, Launcher, Macros

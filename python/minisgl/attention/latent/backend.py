@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import AbsorbedTokens, AttentionInputs, AttentionPlan, AttentionSpec
-from minisgl.attention.key_blocks import MIN_EXPANDED
-from minisgl.attention.latent_decode import LatentQueries
-from minisgl.attention.latent_prefill import ExpandedChunks, expands, plan_chunks
+from minisgl.attention.latent.decode import LatentQueries
+from minisgl.attention.latent.key_blocks import MIN_EXPANDED
+from minisgl.attention.latent.prefill import ExpandedChunks, expands, plan_chunks
 from minisgl.kernel.launch.compile import Compiler
 from minisgl.kvcache.pool import KVPool
 from minisgl.uploads import upload
