@@ -18,8 +18,8 @@ import torch
 
 from measuring.report import table
 from measuring.shapes import SHAPES
+from minisgl.attention.backends.page_kernels import PageList, PageUpcaster, flatten_pages, make_flattener
 from minisgl.attention.base import AttentionSpec
-from minisgl.attention.page_kernels import PageList, PageUpcaster, flatten_pages, make_flattener
 from minisgl.engine.cuda_sampler import CudaSampler
 from minisgl.engine.sampler import Sampler, TorchSampler
 from minisgl.engine.state import SlotState

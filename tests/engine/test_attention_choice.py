@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from minisgl.attention.backend_choice import CANDIDATES, Candidate, Chooser, make_attention
+from minisgl.attention.backends.page_kernels import PageList, flatten_pages
+from minisgl.attention.backends.torch_backend import TorchAttention
 from minisgl.attention.base import AttentionSpec
 from minisgl.attention.decode_splits import fused_decode_unsupported, latent_unsupported
-from minisgl.attention.page_kernels import PageList, flatten_pages
 from minisgl.attention.self_test import ROLES, Role
-from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import ConfigError
 from minisgl.config.engine import attention_names
 from minisgl.kernel.availability import driver_missing

@@ -11,10 +11,10 @@ import torch
 
 from minisgl.attention import backend_choice
 from minisgl.attention.backend_choice import Candidate, Chooser
+from minisgl.attention.backends.cuda_home import arrange_wheels, find_cuda_home, find_wheels
+from minisgl.attention.backends.torch_backend import TorchAttention, TorchPlan
 from minisgl.attention.base import AttentionInputs, AttentionSpec
-from minisgl.attention.cuda_home import arrange_wheels, find_cuda_home, find_wheels
 from minisgl.attention.self_test import Role, self_test_error
-from minisgl.attention.torch_backend import TorchAttention, TorchPlan
 
 CPU = torch.device("cpu")
 SPEC = AttentionSpec(num_heads=6, num_kv_heads=2, head_dim=32, page_size=16, dtype=torch.bfloat16)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from minisgl.attention.backend_choice import CANDIDATES, make_attention
+from minisgl.attention.backends.cpu_backend import CpuAttention
+from minisgl.attention.backends.torch_backend import TorchAttention
 from minisgl.attention.base import AttentionInputs, AttentionSpec
-from minisgl.attention.cpu_backend import CpuAttention
-from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import ConfigError
 from minisgl.kernel.base import Heads, Ops
 from minisgl.kernel.cpu_ops import CpuOps

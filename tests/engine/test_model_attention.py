@@ -13,10 +13,10 @@ from torch import Tensor
 
 from minisgl.attention import backend_choice
 from minisgl.attention.backend_choice import CANDIDATES, make_attention
+from minisgl.attention.backends.torch_backend import TorchAttention, TorchPlan
 from minisgl.attention.base import AttentionInputs, AttentionSpec
 from minisgl.attention.model_attention import LayerAttention, ModelAttention
 from minisgl.attention.self_test import AttentionTest, Role
-from minisgl.attention.torch_backend import TorchAttention, TorchPlan
 from minisgl.core import Int32Array
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

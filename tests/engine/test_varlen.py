@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.attention import varlen
+from minisgl.attention.backends import varlen
+from minisgl.attention.backends.torch_backend import TorchAttention
+from minisgl.attention.backends.varlen import VarlenAttention, VarlenGroup
 from minisgl.attention.base import AttentionInputs, AttentionSpec
-from minisgl.attention.torch_backend import TorchAttention
-from minisgl.attention.varlen import VarlenAttention, VarlenGroup
 from minisgl.core import Int32Array
 from minisgl.kvcache.layout import KVLayout
 from minisgl.kvcache.pool import KVPool
@@ -121,7 +121,7 @@ def test_torch_attends_in_pieces_that_store_few_scores(
 
     have_functional = SimpleNamespace(scaled_dot_product_attention=counted)
     want = TorchAttention(spec).plan(world.inputs).forward(0, world.q, world.pool)
-    monkeypatch.setattr("minisgl.attention.torch_backend.F", have_functional)
+    monkeypatch.setattr("minisgl.attention.backends.torch_backend.F", have_functional)
     have = TorchAttention(spec, max_scores=120).plan(world.inputs).forward(0, world.q, world.pool)
     torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-5)
     assert largest <= 120

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.backend_choice import CANDIDATES, make_backend
+from minisgl.attention.backends.torch_backend import TorchAttention
 from minisgl.attention.base import AttentionBackend, AttentionInputs, AttentionSpec
 from minisgl.attention.model_attention import LayerAttention, ModelAttention
 from minisgl.attention.self_test import ROLES, Role, self_test_error
-from minisgl.attention.torch_backend import TorchAttention
 from minisgl.core import Int32Array
 from minisgl.kvcache.layout import KVLayout
 from minisgl.kvcache.pool import KVPool
@@ -286,7 +286,7 @@ def test_replays_with_other_lengths(name: str, heads: tuple[int, int], page_size
 def test_plans_are_redone_only_when_rows_gain_or_lose_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World((16, 8), 64, rows=4)
     layers = attention("fi", world.spec)
-    import minisgl.attention.fi as fi
+    import minisgl.attention.backends.fi as fi
 
     plans = 0
     original: Callable[..., None] = fi.fast_decode_plan

@@ -15,8 +15,8 @@ from torch import Tensor
 from gpu.test_gpu_fused_decode import Step, make_step
 from minisgl import LLM, SamplingParams
 from minisgl.attention.backend_choice import CANDIDATES, make_backend
+from minisgl.attention.backends.torch_backend import TorchAttention
 from minisgl.attention.base import AttentionInputs, AttentionSpec
-from minisgl.attention.torch_backend import TorchAttention
 from minisgl.kernel.base import Heads, Norm
 from minisgl.kernel.torch_ops import TorchOps
 from minisgl.kvcache.layout import KVLayout

@@ -130,7 +130,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "minisgl.kernel.launch.compile", compile_module)
     monkeypatch.setattr("minisgl.engine.queue.kernels_missing", lambda _: None)
-    monkeypatch.setattr("minisgl.attention.page_kernels.has_kernels", lambda _: True)
+    monkeypatch.setattr("minisgl.attention.backends.page_kernels.has_kernels", lambda _: True)
     properties = SimpleNamespace(multi_processor_count=132, memory_clock_rate=2619000, memory_bus_width=5120)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     yield names
@@ -464,8 +464,8 @@ def run_latents(dtype: torch.dtype) -> None:
 
 
 def run_attention(dtype: torch.dtype, cache: torch.dtype) -> None:
+    from minisgl.attention.backends.page_kernels import PageUpcaster
     from minisgl.attention.fused import FusedDecode
-    from minisgl.attention.page_kernels import PageUpcaster
 
     spec = AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=128, page_size=16, dtype=dtype, window=64, fp8_kv=True)
     fused = FusedDecode([spec], CPU)

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from minisgl.attention.backends.torch_backend import TorchAttention
 from minisgl.attention.base import AttentionInputs, AttentionSpec, RecurrentSpec
 from minisgl.attention.model_attention import LayerAttention, ModelAttention
-from minisgl.attention.torch_backend import TorchAttention
 from minisgl.context import ForwardContext
 from minisgl.kernel.base import Ops
 from minisgl.kernel.delta_net.recurrent_rows import recurrent_rows

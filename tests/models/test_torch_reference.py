@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from minisgl.attention.backends.cpu_backend import CpuAttention
+from minisgl.attention.backends.torch_backend import TorchAttention
 from minisgl.attention.base import AttentionInputs, AttentionSpec, add_sinks
-from minisgl.attention.cpu_backend import CpuAttention
-from minisgl.attention.torch_backend import TorchAttention
 from minisgl.kernel.base import Heads, Mixture, Norm, Routing
 from minisgl.kernel.torch_ops import TorchOps, activate_and_mul
 from minisgl.kvcache.layout import KVLayout, paged_kv

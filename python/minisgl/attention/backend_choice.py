@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from minisgl.attention.backends.cpu_backend import CpuAttention
+from minisgl.attention.backends.cuda_home import provide_cuda_home
+from minisgl.attention.backends.torch_backend import TorchAttention
+from minisgl.attention.backends.varlen import VarlenAttention
 from minisgl.attention.base import AttentionBackend, AttentionSpec, LayerSpec
-from minisgl.attention.cpu_backend import CpuAttention
-from minisgl.attention.cuda_home import provide_cuda_home
 from minisgl.attention.decode_splits import fused_decode_unsupported, latent_unsupported
 from minisgl.attention.model_attention import LayerAttention, ModelAttention
 from minisgl.attention.self_test import ROLES, Role, self_test_error
-from minisgl.attention.torch_backend import TorchAttention
-from minisgl.attention.varlen import VarlenAttention
 from minisgl.config import ConfigError
 from minisgl.config.engine import attention_names
 from minisgl.optional_packages import import_error
@@ -227,7 +227,7 @@ def _unsupported(spec: AttentionSpec, head_dims: range | tuple[int, ...]) -> str
 
 
 def _fi_ready(spec: AttentionSpec, capability: Capability, role: Role) -> bool:
-    from minisgl.attention.fi import module_path
+    from minisgl.attention.backends.fi import module_path
 
     return module_path(spec, capability, decode=role == "decode").exists()
 
@@ -237,13 +237,13 @@ def _fused_unsupported(spec: AttentionSpec, capability: Capability) -> str | Non
 
 
 def _make_fa(spec: AttentionSpec, device: torch.device) -> AttentionBackend:
-    from minisgl.attention.fa import FlashAttention3
+    from minisgl.attention.backends.fa import FlashAttention3
 
     return FlashAttention3(spec, device)
 
 
 def _make_fi(spec: AttentionSpec, device: torch.device) -> AttentionBackend:
-    from minisgl.attention.fi import FlashInfer
+    from minisgl.attention.backends.fi import FlashInfer
 
     capability = torch.cuda.get_device_capability(device)
     if not all(_fi_ready(spec, capability, role) for role in ROLES):

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minisgl.attention.backends.torch_backend import TorchAttention
 from minisgl.attention.base import AttentionBackend, AttentionInputs, AttentionSpec, ExpandingPlan
-from minisgl.attention.torch_backend import TorchAttention
 from minisgl.error_text import summary
 from minisgl.kvcache.layout import KVLayout
 from minisgl.kvcache.pool import KVPool

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minisgl.attention.backends.torch_backend import read_pages
 from minisgl.attention.base import AttentionInputs, AttentionSpec, add_sinks, shorter_window, window_left
-from minisgl.attention.torch_backend import read_pages
 from minisgl.core import Int32Array
 from minisgl.kvcache.pool import KVPool
 

@@ -15,8 +15,8 @@ import torch
 from sgl_kernel.flash_attn import flash_attn_with_kvcache, get_scheduler_metadata
 from torch import Tensor
 
+from minisgl.attention.backends.page_kernels import PageList, PageUpcaster
 from minisgl.attention.base import AttentionInputs, AttentionSpec, window_left
-from minisgl.attention.page_kernels import PageList, PageUpcaster
 from minisgl.kvcache.pool import KVPool
 
 # Largest product of rows and longest query for which a row's keys may be divided among multiprocessors (split-KV): the

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minisgl.attention.backends.torch_backend import DecodeRows, TorchAttention, attend_in_float32, gather_pages
 from minisgl.attention.base import AttentionInputs, AttentionSpec
-from minisgl.attention.torch_backend import DecodeRows, TorchAttention, attend_in_float32, gather_pages
 from minisgl.core import Int32Array
 
 Int64Array = np.ndarray[tuple[int], np.dtype[np.int64]]

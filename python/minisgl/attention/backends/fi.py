@@ -25,8 +25,8 @@ from flashinfer.jit import get_batch_decode_uri, get_batch_prefill_uri
 from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from torch import Tensor
 
+from minisgl.attention.backends.page_kernels import PageList, make_flattener
 from minisgl.attention.base import AttentionInputs, AttentionSpec, add_sinks, window_left
-from minisgl.attention.page_kernels import PageList, make_flattener
 from minisgl.core import Int32Array
 from minisgl.kvcache.pool import KVPool
 
