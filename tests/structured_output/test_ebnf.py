@@ -11,7 +11,8 @@ import pytest
 from llguidance import LLMatcher
 
 from minisgl.sampling_params import Grammar, SamplingParams
-from minisgl.structured_output.ebnf import EbnfError, ebnf_to_lark
+from minisgl.structured_output.ebnf import ebnf_to_lark
+from minisgl.structured_output.ebnf_reader import EbnfError
 from minisgl.structured_output.translate import to_llguidance
 from minisgl.structured_output.trial_process import byte_vocabulary
 from minisgl.structured_output.validator import GrammarValidator

@@ -6,7 +6,7 @@ A `sampling_params.Grammar` passes through these modules in order:
   calls in the model's own form, as a `grammar_template`.
 - `validator` (tokenizer worker) puts the model's reasoning before the answer, and has the grammar tried by
   `trial_process`, through `trials`, in the order of `compile_queue`. `translate` writes every kind in llguidance's
-  notation, with `ebnf` and `json_schema`.
+  notation, with `ebnf`, `ebnf_reader` and `json_schema`.
 - `matcher` (scheduler of rank 0) follows the grammar, token by token, and fills the grammar bitmask. The scheduler
   knows matchers only by their `protocol`.
 

@@ -1,8 +1,4 @@
-r"""Translates EBNF in the notation of GBNF (llama.cpp, xgrammar) to llguidance's dialect of Lark.
-
-    root   ::= expr "\n"                      # comments run to the end of the line
-    expr   ::= term ([-+*/] term)*            # literals, classes, groups, | * + ? {m} {m,} {m,n}
-    term   ::= "(" expr ")" | [0-9]{1,9}
+r"""Translates EBNF in the notation of GBNF, which `ebnf_reader` reads, to llguidance's dialect of Lark.
 
 GBNF has no lexer; llguidance has one, which is greedy: among the terminals that may come it takes the longest text.
 So every part without recursion becomes one terminal, as large as possible: a grammar without recursion becomes one
@@ -14,250 +10,21 @@ llguidance's own converter, gbnf_to_lark, is not used: with 1.9 no grammar that 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TypeAlias
 
-MAX_REPETITION = 10_000
-MAX_NESTING = 100  # groups within groups
-
-
-class EbnfError(ValueError):
-    """Error in a grammar; the message says what is wrong and where."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Chars:
-    """Regular expression that matches a literal or one character."""
-
-    expression: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Ref:
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Sequence:
-    items: tuple[_Node, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    options: tuple[_Node, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Repeat:
-    item: _Node
-    least: int
-    most: int | None  # None: no limit
-
-
-_Node: TypeAlias = _Chars | _Ref | _Sequence | _Choice | _Repeat
+from minisgl.structured_output.ebnf_reader import Chars, Choice, Node, Ref, Repeat, Sequence, read_ebnf
 
 
 def ebnf_to_lark(text: str) -> str:
     """Return a grammar of the same language in llguidance's Lark; EbnfError if the text is not valid EBNF."""
-    rules = _Parser(text).grammar()
-    return _Printer(rules).lark()
-
-
-# --- reading --------------------------------------------------------------------------------------------------
-
-_TOKEN = re.compile(
-    r"""(?P<space>[ \t\r\n]+|\#[^\n]*)
-    |(?P<rule>(?P<name>[A-Za-z_][A-Za-z0-9_.-]*)[ \t\r\n]*::=)
-    |(?P<ref>[A-Za-z_][A-Za-z0-9_.-]*)
-    |(?P<literal>"(?:[^"\\\n]|\\.)*")
-    |(?P<class>\[(?:[^\]\\\n]|\\.)*\])
-    |(?P<bounds>\{[ \t]*(?P<least>[0-9]+)[ \t]*(?:(?P<comma>,)[ \t]*(?P<most>[0-9]*)[ \t]*)?\})
-    |(?P<mark>[()|*+?.])""",
-    re.VERBOSE,
-)
-_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "b": "\b", "a": "\a", "0": "\0"}
-_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
-
-
-class _Parser:
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._tokens = self._read(text)
-        self._next = 0
-        self._nesting = 0
-
-    def _read(self, text: str) -> list[re.Match[str]]:
-        tokens, at = [], 0
-        while at < len(text):
-            match = _TOKEN.match(text, at)
-            if match is None:
-                raise self._error(at, f"unexpected {text[at : at + 20]!r}")
-            if match.lastgroup != "space":
-                tokens.append(match)
-            at = match.end()
-        return tokens
-
-    def _error(self, at: int, what: str) -> EbnfError:
-        line = self._text.count("\n", 0, at) + 1
-        return EbnfError(f"line {line}, column {at - self._text.rfind(chr(10), 0, at)}: {what}")
-
-    @property
-    def _kind(self) -> str:
-        """Kind of the next token: the name of its group in `_TOKEN`, or the mark itself."""
-        if self._next == len(self._tokens):
-            return "end"
-        token = self._tokens[self._next]
-        return token["mark"] or str(token.lastgroup)
-
-    def _take(self) -> re.Match[str]:
-        token = self._tokens[self._next]
-        self._next += 1
-        return token
-
-    def _unexpected(self) -> EbnfError:
-        if self._next == len(self._tokens):
-            return self._error(len(self._text), "unexpected end of the grammar")
-        token = self._tokens[self._next]
-        return self._error(token.start(), f"unexpected {token[0]!r}")
-
-    def grammar(self) -> dict[str, _Node]:
-        rules: dict[str, _Node] = {}
-        while self._kind != "end":
-            if self._kind != "rule":
-                raise self._unexpected()
-            token = self._take()
-            if token["name"] in rules:
-                raise self._error(token.start(), f"a second rule {token['name']!r}")
-            rules[token["name"]] = self._choice()
-        for token in self._tokens:
-            if token["ref"] and token["ref"] not in rules:
-                raise self._error(token.start(), f"there is no rule {token['ref']!r}")
-        if "root" not in rules:
-            raise EbnfError("there is no rule 'root'")
-        return rules
-
-    def _choice(self) -> _Node:
-        options = [self._sequence()]
-        while self._kind == "|":
-            self._take()
-            options.append(self._sequence())
-        return options[0] if len(options) == 1 else _Choice(tuple(options))
-
-    def _sequence(self) -> _Node:
-        items: list[_Node] = []
-        while self._kind in ("ref", "literal", "class", "(", "."):
-            items.append(self._repeated(self._item()))
-        return items[0] if len(items) == 1 else _Sequence(tuple(items))
-
-    def _item(self) -> _Node:
-        kind, token = self._kind, self._take()
-        match kind:
-            case "ref":
-                return _Ref(token[0])
-            case "literal":
-                return _Chars("".join(_quoted(char) for char in self._characters(token)))
-            case "class":
-                return _Chars(self._class(token))
-            case ".":
-                return _Chars("[^\\n]")
-            case _:
-                self._nesting += 1
-                if self._nesting > MAX_NESTING:
-                    raise self._error(token.start(), f"groups are nested deeper than {MAX_NESTING} levels")
-                inner = self._choice()
-                if self._kind != ")":
-                    raise self._unexpected()
-                self._take()
-                self._nesting -= 1
-                return inner
-
-    def _repeated(self, item: _Node) -> _Node:
-        for _ in range(MAX_NESTING):
-            match self._kind:
-                case "*":
-                    item = _Repeat(item, 0, None)
-                case "+":
-                    item = _Repeat(item, 1, None)
-                case "?":
-                    item = _Repeat(item, 0, 1)
-                case "bounds":
-                    item = _Repeat(item, *self._bounds(self._tokens[self._next]))
-                case _:
-                    break
-            self._take()
-        return item
-
-    def _bounds(self, token: re.Match[str]) -> tuple[int, int | None]:
-        least = int(token["least"])
-        most = least if token["comma"] is None else int(token["most"]) if token["most"] else None
-        if max(least, most or 0) > MAX_REPETITION:
-            raise self._error(token.start(), f"at most {MAX_REPETITION} repetitions are supported")
-        if most is not None and most < least:
-            raise self._error(token.start(), f"{token[0]} allows no number of repetitions")
-        return least, most
-
-    def _characters(self, token: re.Match[str]) -> list[str]:
-        """Return the characters between the token's quotes or brackets, with escapes resolved."""
-        text = token[0][1:-1]
-        characters, at = [], 0
-        while at < len(text):
-            if text[at] != "\\":
-                characters.append(text[at])
-                at += 1
-                continue
-            escape = text[at + 1]
-            digits = _HEX_DIGITS.get(escape)
-            if digits is None:
-                if escape.isalnum() and escape not in _ESCAPES:
-                    raise self._error(token.start(), f"unknown escape \\{escape}")
-                # A character that an escape makes is no range or negation.
-                characters.append(_ESCAPES.get(escape, "\\" + escape))
-                at += 2
-                continue
-            code = text[at + 2 : at + 2 + digits]
-            if not re.fullmatch(f"[0-9A-Fa-f]{{{digits}}}", code) or not _is_character(int(code, 16)):
-                raise self._error(token.start(), f"\\{escape}{code} is no character")
-            characters.append("\\" + chr(int(code, 16)))
-            at += 2 + digits
-        return characters
-
-    def _class(self, token: re.Match[str]) -> str:
-        characters = self._characters(token)
-        negated = characters[:1] == ["^"]
-        ranges, at = [], int(negated)
-        while at < len(characters):
-            first = last = characters[at][-1]
-            if at + 2 < len(characters) and characters[at + 1] == "-":
-                last = characters[at + 2][-1]
-                if last < first:
-                    raise self._error(token.start(), f"{first}-{last} is no range")
-                at += 2
-            ranges.append(_quoted(first) if first == last else f"{_quoted(first)}-{_quoted(last)}")
-            at += 1
-        if not ranges:
-            raise self._error(token.start(), "an empty class matches nothing")
-        return f"[{'^' if negated else ''}{''.join(ranges)}]"
-
-
-def _is_character(code: int) -> bool:
-    return code < 0xD800 or 0xE000 <= code < 0x110000
-
-
-def _quoted(char: str) -> str:
-    """Return a character as a regular expression; an escaped one has its backslash before it."""
-    char = char[-1]
-    return char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}"
-
-
-# --- writing --------------------------------------------------------------------------------------------------
+    return _Printer(read_ebnf(text)).lark()
 
 
 @dataclass(slots=True)
 class _Printer:
-    rules: dict[str, _Node]
+    rules: dict[str, Node]
     lines: list[str] = field(default_factory=list)
     terminals: dict[str, str] = field(default_factory=dict)  # terminals made of rules without recursion
     nonterminals: dict[str, str] = field(default_factory=dict)
@@ -268,8 +35,8 @@ class _Printer:
             self.regular[name] = all(self.regular.get(other, False) for other in _references(self.rules[name]))
         for name in _depth_first(["root"], self.rules):
             if self.regular[name]:
-                self._terminal(_Ref(name))
-        self.lines.append(f"start: {self._rule(_Ref('root'))}")
+                self._terminal(Ref(name))
+        self.lines.append(f"start: {self._rule(Ref('root'))}")
         done = 0
         while done < len(self.nonterminals):  # printing a rule may name others
             name, printed = list(self.nonterminals.items())[done]
@@ -277,40 +44,40 @@ class _Printer:
             done += 1
         return "\n".join(self.lines)
 
-    def _is_regular(self, node: _Node) -> bool:
+    def _is_regular(self, node: Node) -> bool:
         return all(self.regular[name] for name in _references(node))
 
-    def _rule(self, node: _Node) -> str:
+    def _rule(self, node: Node) -> str:
         """Return a part of a rule in Lark. Neighbours without recursion become one terminal."""
         if self._is_regular(node):
             return self._new_terminal(node)
         match node:
-            case _Ref(name):
+            case Ref(name):
                 return self.nonterminals.setdefault(name, f"rule_{len(self.nonterminals)}")
-            case _Sequence(items):
+            case Sequence(items):
                 return " ".join(map(self._rule, self._joined(items)))
             case _:
                 return _written(node, self._rule)
 
-    def _joined(self, items: tuple[_Node, ...]) -> list[_Node]:
+    def _joined(self, items: tuple[Node, ...]) -> list[Node]:
         """Return the items with neighbours without recursion joined."""
-        joined: list[_Node] = []
+        joined: list[Node] = []
         for is_regular, group in groupby(items, self._is_regular):
             neighbours = tuple(group)
-            joined += [_Sequence(neighbours)] if is_regular and len(neighbours) > 1 else neighbours
+            joined += [Sequence(neighbours)] if is_regular and len(neighbours) > 1 else neighbours
         return joined
 
-    def _new_terminal(self, node: _Node) -> str:
-        if isinstance(node, _Ref):
+    def _new_terminal(self, node: Node) -> str:
+        if isinstance(node, Ref):
             return self._terminal(node)
         name = f"PART_{len(self.lines)}"
         printed = self._terminal(node)
         self.lines.append(f"{name}: {printed}")
         return name
 
-    def _terminal(self, node: _Node) -> str:
+    def _terminal(self, node: Node) -> str:
         """Return a part of a terminal in Lark."""
-        if not isinstance(node, _Ref):
+        if not isinstance(node, Ref):
             return _written(node, self._terminal)
         if node.name not in self.terminals:
             printed = self._terminal(self.rules[node.name])
@@ -319,38 +86,38 @@ class _Printer:
         return self.terminals[node.name]
 
 
-def _written(node: _Node, written: Callable[[_Node], str]) -> str:
+def _written(node: Node, written: Callable[[Node], str]) -> str:
     """Return a node in Lark; `written` returns the nodes within it."""
     match node:
-        case _Chars(expression):
+        case Chars(expression):
             return f"/{expression}/" if expression else '""'
-        case _Ref(name):
+        case Ref(name):
             return name
-        case _Sequence(items):
+        case Sequence(items):
             return f"({' '.join(map(written, items))})" if items else '""'
-        case _Choice(options):
+        case Choice(options):
             return f"({' | '.join(map(written, options))})"
-        case _Repeat(item, least, most):
+        case Repeat(item, least, most):
             return f"({written(item)}){{{least},{'' if most is None else most}}}"
 
 
-def _references(node: _Node) -> set[str]:
+def _references(node: Node) -> set[str]:
     """Return the rules that a node names."""
     found, stack = set(), [node]
     while stack:
         match stack.pop():
-            case _Ref(name):
+            case Ref(name):
                 found.add(name)
-            case _Sequence(items) | _Choice(items):
+            case Sequence(items) | Choice(items):
                 stack += items
-            case _Repeat(item):
+            case Repeat(item):
                 stack.append(item)
-            case _Chars():
+            case Chars():
                 pass
     return found
 
 
-def _depth_first(roots: Iterable[str], rules: dict[str, _Node]) -> list[str]:
+def _depth_first(roots: Iterable[str], rules: dict[str, Node]) -> list[str]:
     """Return the rules reachable from the roots, each after those that it names, except in cycles."""
     order: list[str] = []
     seen: set[str] = set()

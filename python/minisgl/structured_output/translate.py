@@ -11,7 +11,8 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits
 
 from minisgl.sampling_params import Grammar, InvalidRequest
-from minisgl.structured_output.ebnf import EbnfError, ebnf_to_lark
+from minisgl.structured_output.ebnf import ebnf_to_lark
+from minisgl.structured_output.ebnf_reader import EbnfError
 from minisgl.structured_output.grammar_template import DIRECTIVE, text_literal
 from minisgl.structured_output.json_schema import prepared_schema
 
