@@ -2,7 +2,7 @@
 
 The lower bound is the time of the bytes that any all-reduce must send from each GPU, 2 (N - 1) / N of the tensor, at
 NVLink's 450 GB/s. `--algorithms` also times our one-shot and two-shot kernels at every size: where they cross are the
-limits in `minisgl.kernel.all_reduce.PUSH_SIZES`.
+limits in `minisgl.kernel.collectives.all_reduce.PUSH_SIZES`.
 
     python benchmark/all_reduce.py --ranks 2
 """
@@ -54,7 +54,7 @@ def microseconds(add_up: Callable[[Tensor], object], x: Tensor) -> float:
 
 def algorithms(max_bytes: int, tp: NcclTP, device: torch.device) -> dict[str, Callable[[Tensor], Tensor]]:
     """Return our algorithms, each for all tensors of up to so many bytes; all ranks call this at the same time."""
-    from minisgl.kernel.all_reduce import PushSizes, connect_push  # needs CUDA's packages
+    from minisgl.kernel.collectives.all_reduce import PushSizes, connect_push  # needs CUDA's packages
 
     assert dist.group.WORLD is not None
     found: dict[str, Callable[[Tensor], Tensor]] = {}

@@ -27,7 +27,7 @@ class SharedGpu:
 
 class Ranks:
     def __init__(self, ranks: int, sizes: tuple[int, int], timeout_s: float = 20.0) -> None:
-        from minisgl.kernel.all_reduce import LaunchShape, PushAllReduce, PushSizes
+        from minisgl.kernel.collectives.all_reduce import LaunchShape, PushAllReduce, PushSizes
         from minisgl.kernel.launch.compile import Compiler
 
         device, limits = torch.device("cuda", 0), PushSizes(*sizes)

@@ -52,7 +52,7 @@ WRAPPERS = (
     "minisgl.attention.latent.decode",
     "minisgl.attention.latent.prefill",
     "minisgl.engine.cuda_sampler",
-    "minisgl.kernel.all_reduce",
+    "minisgl.kernel.collectives.all_reduce",
     "minisgl.kernel.delta_net.cuda_step",
     "minisgl.kernel.delta_net.cuda_chunks",
     "minisgl.kernel.cuda_latent",
@@ -516,7 +516,7 @@ class Rank:
 
 
 def run_collectives(dtype: torch.dtype) -> None:
-    from minisgl.kernel.all_reduce import PushAllReduce, PushSizes
+    from minisgl.kernel.collectives.all_reduce import PushAllReduce, PushSizes
     from minisgl.kernel.launch.compile import Compiler
 
     memory: Any = SimpleNamespace(addresses=torch.zeros(4, dtype=torch.int64))

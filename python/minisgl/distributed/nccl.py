@@ -16,7 +16,7 @@ from minisgl.kernel.availability import kernels_missing
 from minisgl.kernel.base import Norm
 
 if TYPE_CHECKING:
-    from minisgl.kernel.all_reduce import PushAllReduce
+    from minisgl.kernel.collectives.all_reduce import PushAllReduce
 
 # torch 2.13 renamed it and warns of the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -53,7 +53,7 @@ class NcclTP:
         assert dist.group.WORLD is not None
         joined = cls(dist.group.WORLD, device)
         if push and joined.smallest(kernels_missing(device) is None):
-            from minisgl.kernel.all_reduce import connect_push
+            from minisgl.kernel.collectives.all_reduce import connect_push
 
             joined._push = connect_push(dist.group.WORLD, device, joined.smallest, timeout_s)
         return joined

@@ -8,5 +8,5 @@
   below chooses the tiling of one kind of work, and launches it.
 - Products with one weight, dense or quantized: `gemm/`. Mixture of experts: `experts/`.
 - Latent attention: `cuda_latent`. Recurrent layers, in torch too: `delta_net/`.
-- Sums over several GPUs: `all_reduce`.
+- Sums and gathers over several GPUs: `collectives/`.
 """

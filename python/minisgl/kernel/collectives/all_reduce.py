@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, _register_process_group, _unregister_process_group
-from torch.distributed.distributed_c10d import GroupName
 
 from minisgl.error_text import summary
 from minisgl.kernel.base import Norm
+from minisgl.kernel.collectives.symmetric_memory import SymmetricMemory, meet_alike, reaches_all
 from minisgl.kernel.gemm.skinny_gemm import SkinnyGemm
 from minisgl.kernel.launch.compile import Compiler
 from minisgl.kernel.launch.signature import SCALAR_NAMES, KernelSpec, Macros
@@ -38,8 +35,6 @@ _CONTROL_WORDS = 4
 
 _NORM_MAX_ROWS = 256  # most rows that are normed in the same launch; with more, a separate norm is faster
 _SENDING = "addresses", "control", "rank", "buffer_bytes"  # arguments of skinny_gemm_push among `_shared`
-
-_ALONE = GroupName("minisgl-alone")  # a group of one process
 
 _DTYPES = {torch.bfloat16, torch.float16, torch.float32} & set(SCALAR_NAMES)
 
@@ -251,25 +246,6 @@ def _by_rows(x: Tensor) -> bool:
     return rest == 0 and vectors % 32 == 0 and vectors <= 1024
 
 
-class SymmetricMemory:
-    """Memory of a group's ranks, `size` bytes on each GPU, which all can write to. RuntimeError if torch cannot.
-
-    `group` is a group or its name. The next rendezvous of all its ranks must have one number (`_number_alike`).
-    """
-
-    def __init__(self, group: dist.ProcessGroup | GroupName, device: torch.device, size: int) -> None:
-        # Setting up a multicast object can hang on some hosts, and nothing here uses one.
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        with torch.cuda.device(device):  # torch counts the uses of its memory pool on the current GPU
-            self.words = symm_mem.empty(size // 4, dtype=torch.int32, device=device)
-        self._handle = symm_mem.rendezvous(self.words, group)  # its end would unmap the peers' memory
-        self.addresses = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
-
-    def of(self, rank: int, count: int) -> Tensor:
-        """Return the first words of a rank's memory, int32 [count]."""
-        return self._handle.get_buffer(rank, (count,), torch.int32)
-
-
 @dataclass(frozen=True, slots=True)
 class RowsOfRanks:
     """Implements `distributed.group.SharedRows`."""
@@ -297,14 +273,14 @@ def connect_push(
     rank, ranks = group.rank(), group.size()
     why = _obstacle(rank, ranks, device)
     memory: SymmetricMemory | None = None
-    if smallest(why is None) and (why := _number_alike(device, smallest)) is None:
+    if smallest(why is None) and (why := meet_alike(device, smallest)) is None:
         sizes = sizes or PUSH_SIZES[ranks]
         try:
             memory = SymmetricMemory(group, device, _BUFFERS * sizes.buffer_bytes(ranks))
         except Exception as error:  # whatever torch, the driver or the container makes of it
             why = f"no symmetric memory: {summary(error)}"
         if smallest(memory is not None) and memory is not None:
-            if smallest(_reaches_all(memory, rank, ranks, smallest)):
+            if smallest(reaches_all(memory, rank, ranks, smallest)):
                 memory.words.fill_(_EMPTY)
                 smallest(1)
                 return PushAllReduce(Compiler(device), rank, memory, sizes, timeout_s=timeout_s)
@@ -322,45 +298,3 @@ def _obstacle(rank: int, ranks: int, device: torch.device) -> str | None:
         str(peer) for peer in range(ranks) if peer != rank and not torch.cuda.can_device_access_peer(device, peer)
     ]
     return f"no peer access from {device} to GPU {', '.join(unreachable)}" if unreachable else None
-
-
-def _number_alike(device: torch.device, smallest: Callable[[int], int]) -> str | None:
-    """Make torch give the next rendezvous of all ranks one number. None, or why it is impossible, at all ranks alike.
-
-    torch counts the rendezvous of a process, not of a group (https://github.com/pytorch/pytorch/issues/196082), and
-    ranks at different numbers wait for each other until the group's timeout. So if rank 0's process has had another
-    `LLM`, its new processes first meet with themselves until they have its number.
-    """
-    number, why = _meet_alone(device)
-    latest = -smallest(-number)
-    while 0 <= number < latest:
-        number, why = _meet_alone(device)
-    if smallest(0 <= number == latest):
-        return None
-    return why or "another rank has no symmetric memory, or torch counts its rendezvous in another way"
-
-
-def _meet_alone(device: torch.device) -> tuple[int, str | None]:
-    """Return torch's number for a rendezvous of this process with itself, or -1 and why there is none."""
-    store = HashStore()
-    group = dist.ProcessGroup(store, 0, 1)
-    _register_process_group(_ALONE, group)
-    try:
-        SymmetricMemory(_ALONE, device, _VECTOR_BYTES)
-        # torch exchanges values under keys such as CUDASymmetricMemory/5/0.
-        return max((int(key.split("/")[1]) for key in store.list_keys()), default=0), None
-    except Exception as error:  # whatever torch, the driver or the container makes of it
-        return -1, f"no symmetric memory: {summary(error)}"
-    finally:
-        _unregister_process_group(_ALONE)
-
-
-def _reaches_all(memory: SymmetricMemory, rank: int, ranks: int, smallest: Callable[[int], int]) -> bool:
-    """Write a word to each rank's memory, and return True if each memory has the words of all ranks."""
-    for peer in range(ranks):
-        memory.of(peer, ranks)[rank] = rank + 1
-    smallest(1)
-    wanted = list(range(1, ranks + 1))
-    found = [(memory.of(peer, ranks) + 0).tolist() for peer in range(ranks)]  # read by a kernel
-    smallest(1)
-    return all(words == wanted for words in found)
