@@ -20,8 +20,8 @@ from measuring.report import table
 from measuring.shapes import SHAPES
 from minisgl.attention.backends.page_kernels import PageList, PageUpcaster, flatten_pages, make_flattener
 from minisgl.attention.base import AttentionSpec
-from minisgl.engine.cuda_sampler import CudaSampler
-from minisgl.engine.sampler import Sampler, TorchSampler
+from minisgl.engine.sampling.cuda_sampler import CudaSampler
+from minisgl.engine.sampling.sampler import Sampler, TorchSampler
 from minisgl.engine.state import SlotState
 from minisgl.kernel.base import Heads, Mixture, Norm, Ops, Routing, Weight
 from minisgl.kernel.cuda_ops import CudaOps

@@ -1,5 +1,5 @@
 // Processing of a row's logits before the temperature: biases, penalties, ids to avoid and ids that are not allowed, in
-// one launch that writes a float32 copy. The results equal those of engine/logits_processing.py bit for bit.
+// one launch that writes a float32 copy. The results equal those of engine/sampling/logits_processing.py bit for bit.
 //
 // A block processes CHUNK consecutive ids of one row, and counts how often each of them is among the row's tokens.
 #include "common.cuh"

@@ -4,7 +4,7 @@
 //
 // The token is sampled by inverting the cumulative distribution of the tokens that top-k, top-p and min-p keep, in
 // vocabulary order, at a uniform number that depends on seed and position alone. At temperature 0 it is the first of
-// the largest logits. engine/sampler.py defines the filters.
+// the largest logits. engine/sampling/sampler.py defines the filters.
 //
 // The filters together amount to one limit on the distance from the largest logit, (max - x) / temperature, as a 32-bit
 // integer: tokens within the limit are kept. First the kernel computes cheap bounds on the limit. If few tokens lie
@@ -40,7 +40,7 @@ constexpr float STEPS = 0x1p27f;          // steps of a distance in one nat
 constexpr unsigned FARTHEST = ALL - 1;    // 32 nats: farther tokens weigh less than 1e-13 and are never kept
 constexpr float SLACK_ONE = 0x1p18f;      // a bin's sum of (1 - weight / weight at its near end) in fixed point
 constexpr float MASS_ONE = 0x1p40f;       // the weight of the largest logit in sums of weights
-constexpr float EXCLUDED = -2e30f;        // logit of masked ids: finite, as in engine/logits_processing.py
+constexpr float EXCLUDED = -2e30f;        // logit of masked ids: finite, as in engine/sampling/logits_processing.py
 constexpr int NO_TOKEN = -1;              // as in core.py
 
 struct Partial {  // summary of one group of a row

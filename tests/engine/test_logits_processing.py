@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl.core import NewRow
-from minisgl.engine.logits_processing import AVOIDED, EXCLUDED, process_logits, unpack_bits
-from minisgl.engine.sampler import TorchSampler
+from minisgl.engine.sampling.logits_processing import AVOIDED, EXCLUDED, process_logits, unpack_bits
+from minisgl.engine.sampling.sampler import TorchSampler
 from minisgl.engine.state import SlotState
 from minisgl.sampling_params import SamplingFlags, SamplingParams
 

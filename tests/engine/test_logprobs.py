@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from minisgl.core import Logprobs
-from minisgl.engine import sampler
-from minisgl.engine.sampler import compute_logprobs
+from minisgl.engine.sampling import sampler
+from minisgl.engine.sampling.sampler import compute_logprobs
 from minisgl.scheduler.token_scores import pack_logprobs
 from minisgl.tokenizer.detokenizer import unpack_logprobs
 

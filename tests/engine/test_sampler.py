@@ -10,7 +10,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from exact.oracle import reference_uniform
 from minisgl.core import NO_TOKEN
-from minisgl.engine.sampler import TorchSampler, filter_threshold, uniform
+from minisgl.engine.sampling.sampler import TorchSampler, filter_threshold, uniform
 from minisgl.engine.state import SlotState
 from minisgl.sampling_params import SamplingFlags
 

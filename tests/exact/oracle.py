@@ -130,7 +130,7 @@ def choose(logits: np.ndarray, seed: int, position: int, temperature: float, top
 
 
 def reference_uniform(seed: int, position: int) -> float:
-    """The generator of engine.sampler in Python's integers."""
+    """The generator of engine.sampling.sampler in Python's integers."""
 
     def mix(x: int) -> int:
         x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from minisgl.core import NO_TOKEN, NewRow
-from minisgl.engine.logits_processing import process_logits
-from minisgl.engine.sampler import Sampler, TorchSampler, filter_threshold, uniform
+from minisgl.engine.sampling.logits_processing import process_logits
+from minisgl.engine.sampling.sampler import Sampler, TorchSampler, filter_threshold, uniform
 from minisgl.engine.state import SlotState
 from minisgl.sampling_params import SamplingFlags, SamplingParams
 
 if TYPE_CHECKING:
-    from minisgl.engine.cuda_sampler import CudaSampler
+    from minisgl.engine.sampling.cuda_sampler import CudaSampler
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +28,7 @@ FILTERED = SamplingFlags.SAMPLED | SamplingFlags.FILTERED
 
 @pytest.fixture(scope="module")
 def sampler() -> CudaSampler:
-    from minisgl.engine.cuda_sampler import CudaSampler
+    from minisgl.engine.sampling.cuda_sampler import CudaSampler
 
     return CudaSampler(torch.device("cuda", 0))
 
@@ -326,7 +326,7 @@ def asking_state(rows: int, vocab: int) -> SlotState:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [5000, 12289])
 def test_logits_are_processed_as_in_torch(dtype: torch.dtype, vocab: int) -> None:
-    from minisgl.engine.cuda_sampler import CudaSampler
+    from minisgl.engine.sampling.cuda_sampler import CudaSampler
 
     rows = 60
     state = asking_state(rows, vocab)

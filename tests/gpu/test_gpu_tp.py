@@ -122,7 +122,7 @@ def replays(tp: NcclTP, values: Callable[[int, int], list[torch.Tensor]], rows: 
 
 def samples_sharded(tp: NcclTP, device: torch.device, rows: int) -> bool:
     """Return True if logits that lie on all GPUs give the tokens of whole ones, greedily and with filters."""
-    from minisgl.engine.cuda_sampler import CudaSampler
+    from minisgl.engine.sampling.cuda_sampler import CudaSampler
 
     ids = 1024
     sampler, slots = CudaSampler(device), torch.arange(rows, device=device)

@@ -51,7 +51,7 @@ WRAPPERS = (
     "minisgl.attention.latent.backend",
     "minisgl.attention.latent.decode",
     "minisgl.attention.latent.prefill",
-    "minisgl.engine.cuda_sampler",
+    "minisgl.engine.sampling.cuda_sampler",
     "minisgl.kernel.collectives.all_reduce",
     "minisgl.kernel.delta_net.cuda_step",
     "minisgl.kernel.delta_net.cuda_chunks",
@@ -491,7 +491,7 @@ def run_attention(dtype: torch.dtype, cache: torch.dtype) -> None:
 
 
 def run_sampling(dtype: torch.dtype) -> None:
-    from minisgl.engine.cuda_sampler import CudaSampler
+    from minisgl.engine.sampling.cuda_sampler import CudaSampler
 
     sampler = CudaSampler(CPU)
     sampler.begin_compiling(dtype)

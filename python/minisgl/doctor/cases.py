@@ -10,7 +10,7 @@ from torch import Tensor
 from minisgl.attention.backend_choice import make_backend
 from minisgl.attention.base import AttentionSpec
 from minisgl.attention.self_test import AttentionTest
-from minisgl.engine.sampler import TorchSampler
+from minisgl.engine.sampling.sampler import TorchSampler
 from minisgl.engine.state import SlotState
 from minisgl.kernel.availability import make_ops
 from minisgl.kernel.base import Heads, Mixture, Norm, Ops, Routing
@@ -41,7 +41,7 @@ def run_int4(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def run_sampler(device: torch.device) -> tuple[Tensor, Tensor]:
-    from minisgl.engine.cuda_sampler import CudaSampler
+    from minisgl.engine.sampling.cuda_sampler import CudaSampler
 
     generator = torch.Generator(device).manual_seed(0)
     logits = torch.randn(5, 4096, device=device, generator=generator)

@@ -4,9 +4,8 @@
 which `cpu_threads` says how many threads a step may use. A step is two launches:
 
 - `forward` turns the plan into tensors and runs the model; `pooling` does so for models that make vectors. `state` has
-  the rows of all slots.
-- `sampler` draws the tokens, on a GPU `cuda_sampler`. Before it `logits_processing` applies what `logits_tables` holds
-  of biases, penalties and forbidden ids. `sharded_logits` leaves each rank its shard of the logits.
+  the rows of all slots, `logits_tables` what they hold of biases, penalties and forbidden ids.
+- `sampling/` applies these to the logits and draws the tokens.
 
 `graphs` replays decodes and small prefills, for the sizes of `graph_sizes`. A `start` goes in this order: `parts` loads
 kernels and weights, `graph_trial` and `launch_trial` find the graphs that are right and that pay, `memory_trial` and

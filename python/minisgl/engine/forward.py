@@ -18,8 +18,8 @@ from minisgl.attention.base import AttentionInputs
 from minisgl.attention.model_attention import CapturedDecode, ModelAttention
 from minisgl.context import ForwardContext
 from minisgl.core import A, Batch, IndexArray, Int32Array, Logprobs, StepResult, pages_for
-from minisgl.engine.logits_processing import process_logits
-from minisgl.engine.sampler import Sampler, compute_logprobs
+from minisgl.engine.sampling.logits_processing import process_logits
+from minisgl.engine.sampling.sampler import Sampler, compute_logprobs
 from minisgl.engine.state import SlotState
 from minisgl.kernel.base import Ops
 from minisgl.kernel.delta_net.recurrent_rows import RecurrentRows, SingleRows, captured_rows, recurrent_rows
@@ -28,7 +28,7 @@ from minisgl.models.base import Model
 from minisgl.uploads import upload
 
 if TYPE_CHECKING:  # needs CUDA's packages
-    from minisgl.engine.sharded_logits import ShardedLogits
+    from minisgl.engine.sampling.sharded_logits import ShardedLogits
 
 
 class StepInputs(NamedTuple, Generic[A]):

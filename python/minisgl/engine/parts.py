@@ -20,7 +20,7 @@ from minisgl.engine.forward import StepRunner
 from minisgl.engine.memory import Needs, describe_states, memory_budget, slots_that_fit, snapshots_that_fit
 from minisgl.engine.pooling import PoolingRunner
 from minisgl.engine.queue import DeviceQueue, make_queue
-from minisgl.engine.sampler import Sampler, TorchSampler
+from minisgl.engine.sampling.sampler import Sampler, TorchSampler
 from minisgl.engine.start import EngineStart
 from minisgl.engine.state import SlotState
 from minisgl.kernel.availability import has_kernels, make_ops
@@ -37,7 +37,7 @@ from minisgl.models.loading import LoadOptions, build_model, load_model
 from minisgl.models.pooling_model import PoolingModel
 
 if TYPE_CHECKING:  # needs CUDA's packages
-    from minisgl.engine.sharded_logits import ShardedLogits
+    from minisgl.engine.sampling.sharded_logits import ShardedLogits
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +179,7 @@ def _load_weights(start: EngineStart, ops: Ops) -> Model:
 def _make_sampler(device: torch.device, dtype: torch.dtype) -> Sampler:
     """Return the device's sampler, and begin to compile its kernels for logits of `dtype`."""
     if has_kernels(device):
-        from minisgl.engine.cuda_sampler import CudaSampler
+        from minisgl.engine.sampling.cuda_sampler import CudaSampler
 
         sampler = CudaSampler(device)
         sampler.begin_compiling(dtype)
@@ -192,8 +192,8 @@ def shard_logits(parts: RunnerParts, rows: int) -> ShardedLogits | None:
     start, sampler = parts.start, parts.sampler
     if isinstance(sampler, TorchSampler):
         return None
-    from minisgl.engine.cuda_sampler import CudaSampler
-    from minisgl.engine.sharded_logits import ShardedLogits
+    from minisgl.engine.sampling.cuda_sampler import CudaSampler
+    from minisgl.engine.sampling.sharded_logits import ShardedLogits
 
     if not isinstance(sampler, CudaSampler):
         return None

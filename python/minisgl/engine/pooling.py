@@ -13,7 +13,7 @@ from torch import Tensor
 from minisgl.attention.model_attention import ModelAttention
 from minisgl.core import Batch, Int32Array
 from minisgl.engine.forward import ForwardOutput, StepInputs, StepRunner
-from minisgl.engine.sampler import Sampler
+from minisgl.engine.sampling.sampler import Sampler
 from minisgl.engine.state import SlotState
 from minisgl.kernel.base import Ops
 from minisgl.kvcache.pool import KVPool

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minisgl.distributed import TPGroup
 from minisgl.distributed.group import SharedRows
-from minisgl.engine.cuda_sampler import CudaSampler
+from minisgl.engine.sampling.cuda_sampler import CudaSampler
 from minisgl.engine.state import SlotState
 
 

@@ -1,8 +1,9 @@
 """Processing of logits before the temperature: forbidden ids, biases and penalties.
 
-The parameters are in tables on the device, indexed by slot (`logits_tables.py`). Everything that depends on the tokens
-so far (counts for penalties, beginnings of bad words, the number of output tokens) is computed from `SlotState.tokens`
-in each step. No counts are kept, so a request that re-enters after a retraction needs only its tokens.
+The parameters are in tables on the device, indexed by slot (`engine.logits_tables`). Everything that depends on the
+tokens so far (counts for penalties, beginnings of bad words, the number of output tokens) is computed from
+`SlotState.tokens` in each step. No counts are kept, so a request that re-enters after a retraction needs only its
+tokens.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from minisgl.distributed import TPGroup
-from minisgl.engine.sampler import TorchSampler
+from minisgl.engine.sampling.sampler import TorchSampler
 from minisgl.engine.state import SlotState
 from minisgl.kernel.launch.compile import Compiler
 from minisgl.kernel.launch.signature import SCALAR_NAMES, KernelSpec
@@ -25,7 +25,7 @@ _PROCESS_THREADS = 256  # threads per block
 
 
 class CudaSampler:
-    """`engine.sampler.Sampler` in CUDA. Rows without filters, greedy ones included, read their logits once."""
+    """`engine.sampling.sampler.Sampler` in CUDA. Rows without filters, greedy ones included, read their logits once."""
 
     graph_flags = (SamplingFlags.SAMPLED | SamplingFlags.FILTERED,)
 
@@ -169,7 +169,7 @@ class CudaSampler:
         return sampled
 
     def process(self, logits: Tensor, slots: Tensor, state: SlotState, bitmask: Tensor | None) -> Tensor:
-        """Compute `engine.logits_processing.process_logits` of logits whose rows are contiguous."""
+        """Compute `engine.sampling.logits_processing.process_logits` of logits whose rows are contiguous."""
         rows, vocab = logits.shape
         tables = state.processing
         processed = torch.empty((rows, vocab), dtype=torch.float32, device=logits.device)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from minisgl.core import NO_TOKEN, Logprobs
-from minisgl.engine.logits_processing import mask_logits, process_logits
+from minisgl.engine.sampling.logits_processing import mask_logits, process_logits
 from minisgl.engine.state import SlotState
 from minisgl.sampling_params import SamplingFlags
 
