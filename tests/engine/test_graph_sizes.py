@@ -11,7 +11,7 @@ import torch
 
 from measuring.shapes import make_shape
 from minisgl.distributed import SingleRank
-from minisgl.engine.graph_sizes import GraphSizes, decode_graph_sizes, prefill_graph_sizes
+from minisgl.engine.cuda_graphs.sizes import GraphSizes, decode_graph_sizes, prefill_graph_sizes
 from minisgl.kernel.base import ClampedSwiGLU, ExpertKind, Routing
 from minisgl.layers.layer_config import MLPConfig, MoEConfig
 from minisgl.models.config.load_config import load_model_config

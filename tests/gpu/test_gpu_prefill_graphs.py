@@ -11,8 +11,8 @@ from torch import Tensor
 
 from minisgl import LLM
 from minisgl.core import Batch
+from minisgl.engine.cuda_graphs.graphs import PrefillGraphs
 from minisgl.engine.engine import Engine
-from minisgl.engine.graphs import PrefillGraphs
 from support.prefill_graphs import capture_all_prefills
 from support.small_models import save_qwen3
 

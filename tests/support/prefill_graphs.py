@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from minisgl.engine.cuda_graphs.graphs import Graphs
+from minisgl.engine.cuda_graphs.sizes import PREFILL_SIZES, GraphSizes, decode_graph_sizes, prefill_graph_sizes
 from minisgl.engine.engine import Engine
-from minisgl.engine.graph_sizes import PREFILL_SIZES, GraphSizes, decode_graph_sizes, prefill_graph_sizes
-from minisgl.engine.graphs import Graphs
 
 
 def capture_all_prefills(engine: Engine) -> None:

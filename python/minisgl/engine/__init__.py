@@ -7,7 +7,7 @@ which `cpu_threads` says how many threads a step may use. A step is two launches
   the rows of all slots, `logits_tables` what they hold of biases, penalties and forbidden ids.
 - `sampling/` applies these to the logits and draws the tokens.
 
-`graphs` replays decodes and small prefills, for the sizes of `graph_sizes`. A `start` goes in this order: `parts` loads
-kernels and weights, `graph_trial` and `launch_trial` find the graphs that are right and that pay, `memory_trial` and
-`memory` size the KV pool, and `step_costs` measures how long steps take.
+`cuda_graphs/` replays decodes and small prefills in one launch, and tries at the start which graphs are right and pay.
+A `start` goes in this order: `parts` loads kernels and weights, the graphs are tried, `memory_trial` and `memory` size
+the KV pool, and `step_costs` measures how long steps take.
 """

@@ -1,7 +1,7 @@
 """Forward and sampling of one step: turns a plan into tensors and launches operation by operation.
 
 Any batch can run this way. On CUDA, decodes and small prefills replay the same operations from graphs
-(`engine.graphs`).
+(`engine.cuda_graphs.graphs`).
 """
 
 from __future__ import annotations

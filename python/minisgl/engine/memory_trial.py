@@ -14,11 +14,11 @@ from torch import Tensor
 
 from minisgl.config import ConfigError
 from minisgl.core import Batch, Int32Array, ScoredTokens, StepResult
+from minisgl.engine.cuda_graphs.graphs import Graphs
+from minisgl.engine.cuda_graphs.launch_trial import launch_seconds, launched_tokens
+from minisgl.engine.cuda_graphs.sizes import PREFILL_SIZES, GraphSizes
 from minisgl.engine.device import GIB
 from minisgl.engine.forward import StepRunner
-from minisgl.engine.graph_sizes import PREFILL_SIZES, GraphSizes
-from minisgl.engine.graphs import Graphs
-from minisgl.engine.launch_trial import launch_seconds, launched_tokens
 from minisgl.engine.memory import Needs
 from minisgl.engine.parts import RunnerParts
 from minisgl.limits import MAX_LOGPROBS

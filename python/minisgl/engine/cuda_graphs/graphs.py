@@ -20,8 +20,8 @@ from torch import Tensor
 from minisgl.attention.model_attention import CapturedDecode
 from minisgl.context import ForwardContext
 from minisgl.core import Batch
+from minisgl.engine.cuda_graphs.sizes import GraphSizes
 from minisgl.engine.forward import ForwardOutput, StepInputs, StepRunner, pad_inputs, step_inputs, views_like
-from minisgl.engine.graph_sizes import GraphSizes
 from minisgl.sampling_params import SamplingFlags
 from minisgl.uploads import pinned, upload
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from minisgl.core import Batch, pages_for
+from minisgl.engine.cuda_graphs.graphs import DecodeGraphs, GraphMemory, PrefillGraphs
+from minisgl.engine.cuda_graphs.sizes import GraphSizes
 from minisgl.engine.forward import StepRunner, step_inputs, views_like
-from minisgl.engine.graph_sizes import GraphSizes
-from minisgl.engine.graphs import DecodeGraphs, GraphMemory, PrefillGraphs
 from minisgl.engine.parts import RunnerParts
 from minisgl.error_text import in_one_line
 from minisgl.sampling_params import SamplingFlags
