@@ -9,7 +9,7 @@ import torch
 from minisgl.core import Logprobs
 from minisgl.engine.sampling import sampler
 from minisgl.engine.sampling.sampler import compute_logprobs
-from minisgl.scheduler.token_scores import pack_logprobs
+from minisgl.scheduler.steps.token_scores import pack_logprobs
 from minisgl.tokenizer.detokenizer import unpack_logprobs
 
 VOCAB = 301

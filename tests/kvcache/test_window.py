@@ -11,8 +11,8 @@ from minisgl.core import Int32Array
 from minisgl.kvcache.base import BrokenInvariant
 from minisgl.kvcache.pages import OutOfPages
 from minisgl.kvcache.window import ABSENT, WindowGroup, WindowPool, pages_behind, usual_ratio, windowed_pages
-from minisgl.scheduler.table import SlotTable
-from minisgl.scheduler.window_rows import WindowRows
+from minisgl.scheduler.requests.table import SlotTable
+from minisgl.scheduler.requests.window_rows import WindowRows
 
 
 def ids(*pages: int) -> Int32Array:

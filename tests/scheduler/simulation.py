@@ -22,7 +22,7 @@ from minisgl.message.types import LogprobRows, PositionLogprobs, unpack_ids
 from minisgl.sampling_params import SamplingParams
 from minisgl.scheduler.loop import StepLoop
 from minisgl.scheduler.scheduler import Scheduler
-from minisgl.scheduler.token_scores import pack_logprobs
+from minisgl.scheduler.steps.token_scores import pack_logprobs
 from minisgl.step_cost import StepCost
 from minisgl.structured_output.protocol import Matcher, MatcherStatus
 from minisgl.tokenizer.detokenizer import unpack_logprobs

@@ -14,7 +14,9 @@ from minisgl.config import SchedulerConfig
 from minisgl.core import Batch, Int32Array, StepResult
 from minisgl.kvcache.pools import make_pools
 from minisgl.sampling_params import SamplingParams
-from minisgl.scheduler.batch_policy import (
+from minisgl.scheduler.loop import StepLoop
+from minisgl.scheduler.scheduler import Scheduler
+from minisgl.scheduler.steps.batch_policy import (
     LANE,
     SLACK,
     TOKENS,
@@ -23,8 +25,6 @@ from minisgl.scheduler.batch_policy import (
     Mixed,
     PrefillFirst,
 )
-from minisgl.scheduler.loop import StepLoop
-from minisgl.scheduler.scheduler import Scheduler
 from minisgl.step_cost import LearnedCost, StepCost
 from scheduler.simulation import World
 

@@ -10,7 +10,7 @@ import pytest
 from minisgl.core import Batch, DeviceOutOfMemory
 from minisgl.sampling_params import SamplingParams
 from minisgl.scheduler.loop import StepLoop
-from minisgl.scheduler.step_limits import SMALL_STEP, STEPS_TO_RECOVER, StepLimits
+from minisgl.scheduler.steps.limits import SMALL_STEP, STEPS_TO_RECOVER, StepLimits
 from scheduler.simulation import ALWAYS_IN_TURNS, EOS, World, expected_answer, random_prompt
 
 WORLDS: list[dict[str, object]] = [

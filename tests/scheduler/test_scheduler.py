@@ -13,8 +13,8 @@ import pytest
 from minisgl.core import Batch
 from minisgl.message.types import TextOptions
 from minisgl.sampling_params import SamplingParams
-from minisgl.scheduler.request import Request
-from minisgl.scheduler.waiting_queue import MAX_PASSED, PATIENCE, WaitingQueue
+from minisgl.scheduler.requests.request import Request
+from minisgl.scheduler.requests.waiting_queue import MAX_PASSED, PATIENCE, WaitingQueue
 from scheduler.simulation import ALWAYS_IN_TURNS, EOS, World, expected_answer, random_prompt
 
 WORLDS: list[dict[str, object]] = [
@@ -526,5 +526,5 @@ def test_stop_token_ids_end_their_own_request_only() -> None:
 
 
 def test_policy_imports_no_torch() -> None:
-    code = "import sys, minisgl.scheduler.loop, minisgl.scheduler.batch_policy; sys.exit('torch' in sys.modules)"
+    code = "import sys, minisgl.scheduler.loop, minisgl.scheduler.steps.batch_policy; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from minisgl.core import Batch
-from minisgl.scheduler.step_trace import MAX_RECORDS, MAX_ROWS, MERGED_SECONDS, StepTrace
+from minisgl.scheduler.steps.trace import MAX_RECORDS, MAX_ROWS, MERGED_SECONDS, StepTrace
 from scheduler.simulation import World
 
 

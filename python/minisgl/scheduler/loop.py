@@ -18,7 +18,7 @@ from minisgl.core import Batch, DeviceOutOfMemory, Int32Array, PendingStep
 from minisgl.message.control import Progress
 from minisgl.message.to_detokenizer import StepOutput
 from minisgl.scheduler.scheduler import Scheduler
-from minisgl.scheduler.step_trace import StepTrace
+from minisgl.scheduler.steps.trace import StepTrace
 
 COMPILE_POLL = 5e-4  # seconds between polls of a grammar that is being compiled, when there is nothing else to do
 

@@ -22,7 +22,7 @@ from minisgl.scheduler.assembly import make_loop, reuses_prefixes
 from minisgl.scheduler.kv_publisher import KVPublisher
 from minisgl.scheduler.loop import StepCounts, StepLoop
 from minisgl.scheduler.ranks import follow
-from minisgl.scheduler.step_trace import StepTrace
+from minisgl.scheduler.steps.trace import StepTrace
 from minisgl.structured_output.matcher import GrammarMatchers
 from minisgl.tokenizer.files import load_tokenizer
 

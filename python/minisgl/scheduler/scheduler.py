@@ -1,7 +1,7 @@
 """The scheduler's decisions: admission, and the plan of each step.
 
 It knows no device: `schedule` makes plans and `complete` takes their tokens, in the same order but not necessarily
-before the next plan is made (overlap). `step_results` applies the tokens to their requests, `step_recovery` undoes
+before the next plan is made (overlap). `steps.results` applies the tokens to their requests, `steps.recovery` undoes
 plans for which the device had too little memory, and only `lifecycle` changes a request's state.
 """
 
@@ -21,16 +21,16 @@ from minisgl.message.engine_state import SequenceState
 from minisgl.message.to_detokenizer import StepOutput
 from minisgl.message.types import TextOptions
 from minisgl.sampling_params import SamplingParams
-from minisgl.scheduler.batch_policy import Chunks, longest_first, make_batch_policy
-from minisgl.scheduler.lifecycle import RequestLifecycle
-from minisgl.scheduler.request import Request
-from minisgl.scheduler.request_pages import RequestPages
-from minisgl.scheduler.state_snapshots import StateSnapshots
-from minisgl.scheduler.step_limits import StepLimits
-from minisgl.scheduler.step_recovery import StepRecovery
-from minisgl.scheduler.step_results import StepResults
-from minisgl.scheduler.table import SlotTable
-from minisgl.scheduler.token_scores import scored_tokens
+from minisgl.scheduler.requests.lifecycle import RequestLifecycle
+from minisgl.scheduler.requests.request import Request
+from minisgl.scheduler.requests.request_pages import RequestPages
+from minisgl.scheduler.requests.state_snapshots import StateSnapshots
+from minisgl.scheduler.requests.table import SlotTable
+from minisgl.scheduler.steps.batch_policy import Chunks, longest_first, make_batch_policy
+from minisgl.scheduler.steps.limits import StepLimits
+from minisgl.scheduler.steps.recovery import StepRecovery
+from minisgl.scheduler.steps.results import StepResults
+from minisgl.scheduler.steps.token_scores import scored_tokens
 from minisgl.step_cost import StepCost
 from minisgl.structured_output.protocol import Grammars, NoGrammars
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from minisgl.core import BoolArray, IndexArray, Int32Array, pages_for
 from minisgl.kvcache.window import ABSENT, WindowPool, pages_behind
-from minisgl.scheduler.table import SlotTable
+from minisgl.scheduler.requests.table import SlotTable
 
 
 class WindowRows:

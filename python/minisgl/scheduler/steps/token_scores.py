@@ -20,8 +20,8 @@ from minisgl.core import (
 from minisgl.message.to_detokenizer import StepOutput
 from minisgl.message.types import LogprobRows, pack_ids
 from minisgl.sampling_params import SamplingFlags
-from minisgl.scheduler.request import Request
-from minisgl.scheduler.table import SlotTable
+from minisgl.scheduler.requests.request import Request
+from minisgl.scheduler.requests.table import SlotTable
 
 
 def scored_tokens(

@@ -9,10 +9,10 @@ import numpy as np
 from minisgl.core import NO_TOKEN, AnyArray, Batch, IndexArray, Int32Array, StepResult
 from minisgl.message.to_detokenizer import Pooled
 from minisgl.message.types import pack_ids
-from minisgl.scheduler.lifecycle import RequestLifecycle
-from minisgl.scheduler.request import Request
-from minisgl.scheduler.table import SlotTable
-from minisgl.scheduler.token_scores import report_logprobs, report_prompt
+from minisgl.scheduler.requests.lifecycle import RequestLifecycle
+from minisgl.scheduler.requests.request import Request
+from minisgl.scheduler.requests.table import SlotTable
+from minisgl.scheduler.steps.token_scores import report_logprobs, report_prompt
 from minisgl.structured_output.protocol import Grammars, MatcherStatus
 
 logger = logging.getLogger(__name__)

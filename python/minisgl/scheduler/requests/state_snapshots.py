@@ -24,9 +24,9 @@ import numpy as np
 from minisgl.core import Batch, IndexArray, Int32Array, pages_for
 from minisgl.kvcache.base import CacheHandle
 from minisgl.kvcache.snapshots import SnapshotStore
-from minisgl.scheduler.request import Request
-from minisgl.scheduler.request_pages import RequestPages
-from minisgl.scheduler.table import SlotTable
+from minisgl.scheduler.requests.request import Request
+from minisgl.scheduler.requests.request_pages import RequestPages
+from minisgl.scheduler.requests.table import SlotTable
 
 SPACING = 8  # distances; K and V of so many tokens take somewhat more memory than a snapshot
 _NOWHERE = -1

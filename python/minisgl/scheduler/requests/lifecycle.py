@@ -16,11 +16,11 @@ from minisgl.core import ErrorCause, FinishReason, IndexArray, Int32Array
 from minisgl.kvcache.base import CacheHandle
 from minisgl.message.engine_state import SequenceState
 from minisgl.message.to_detokenizer import End, Open, StepOutput
-from minisgl.scheduler.request import Request, RequestState, sequence_state
-from minisgl.scheduler.request_pages import RequestPages
-from minisgl.scheduler.state_snapshots import StateSnapshots
-from minisgl.scheduler.table import SlotTable
-from minisgl.scheduler.waiting_queue import WaitingQueue
+from minisgl.scheduler.requests.request import Request, RequestState, sequence_state
+from minisgl.scheduler.requests.request_pages import RequestPages
+from minisgl.scheduler.requests.state_snapshots import StateSnapshots
+from minisgl.scheduler.requests.table import SlotTable
+from minisgl.scheduler.requests.waiting_queue import WaitingQueue
 
 
 class RequestLifecycle:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 
 from minisgl.config.scheduler import SchedulePolicy
-from minisgl.scheduler.request import Request
+from minisgl.scheduler.requests.request import Request
 
 MAX_PASSED = 32  # younger requests of the same priority that may be admitted before a request
 LOOKED_AT = 64  # requests at the head of the queue among which sjf and lpm choose

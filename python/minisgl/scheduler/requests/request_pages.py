@@ -11,9 +11,9 @@ import numpy as np
 from minisgl.core import CacheNode, IndexArray, Int32Array, pages_for
 from minisgl.kvcache.base import CacheHandle
 from minisgl.kvcache.pools import CachePools
-from minisgl.scheduler.request import Request
-from minisgl.scheduler.table import SlotTable
-from minisgl.scheduler.window_rows import WindowRows
+from minisgl.scheduler.requests.request import Request
+from minisgl.scheduler.requests.table import SlotTable
+from minisgl.scheduler.requests.window_rows import WindowRows
 
 WATERMARK = 0.02  # share of all pages that must stay free at an admission, besides one page for each running request
 

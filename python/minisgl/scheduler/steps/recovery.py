@@ -6,12 +6,12 @@ import logging
 from collections.abc import Sequence
 
 from minisgl.core import Batch, Int32Array
-from minisgl.scheduler.lifecycle import RequestLifecycle
-from minisgl.scheduler.request import Request, RequestState
-from minisgl.scheduler.request_pages import RequestPages
-from minisgl.scheduler.state_snapshots import StateSnapshots
-from minisgl.scheduler.step_limits import StepLimits, is_small
-from minisgl.scheduler.table import SlotTable
+from minisgl.scheduler.requests.lifecycle import RequestLifecycle
+from minisgl.scheduler.requests.request import Request, RequestState
+from minisgl.scheduler.requests.request_pages import RequestPages
+from minisgl.scheduler.requests.state_snapshots import StateSnapshots
+from minisgl.scheduler.requests.table import SlotTable
+from minisgl.scheduler.steps.limits import StepLimits, is_small
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from minisgl.core import BoolArray, IndexArray, Int32Array, pages_for
 from minisgl.sampling_params import SamplingFlags
-from minisgl.scheduler.request import Request
+from minisgl.scheduler.requests.request import Request
 
 NEVER = np.iinfo(np.int32).max  # position that no request reaches
 
