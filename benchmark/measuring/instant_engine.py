@@ -25,7 +25,7 @@ from minisgl.limits import Limits
 from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_detokenizer import ToDetokenizer
 from minisgl.message.to_scheduler import ToScheduler
-from minisgl.models.config.load_config import load_model_config
+from minisgl.models.load_config import load_model_config
 from minisgl.process.worker import Worker
 from minisgl.scheduler.assembly import make_loop
 from minisgl.scheduler.process import SchedulerServer

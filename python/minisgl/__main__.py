@@ -14,7 +14,7 @@ from minisgl.cli import parse_args
 from minisgl.config import ConfigError
 from minisgl.logs import configure_logging, set_up_logging
 from minisgl.models.config.generation_config import load_sampling_defaults
-from minisgl.models.config.load_config import load_engine_model
+from minisgl.models.load_config import load_engine_model
 from minisgl.pooling.pooling_config import NO_TEXT
 from minisgl.process.machine import open_standard_streams, raise_open_files
 from minisgl.server.api.tracing import check_otel

@@ -229,7 +229,7 @@ def test_help(script: str):
     ],
 )
 def test_shapes_are_models_with_their_sizes(name: str, tmp_path: Path):
-    from minisgl.models.config.load_config import load_model_config
+    from minisgl.models.load_config import load_model_config
 
     folder = make_shape(name, tmp_path)
     config = load_model_config(folder)

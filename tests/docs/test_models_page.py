@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 from gpu.test_gpu_families import SHAPES
-from minisgl.models.config.load_config import FAMILIES
-from minisgl.models.llama import MULTIMODAL
+from minisgl.models.families.llama import MULTIMODAL
+from minisgl.models.load_config import FAMILIES
 from models.tiny import KINDS
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"

@@ -14,8 +14,8 @@ from minisgl.distributed import SingleRank
 from minisgl.engine.cuda_graphs.sizes import GraphSizes, decode_graph_sizes, prefill_graph_sizes
 from minisgl.kernel.base import ClampedSwiGLU, ExpertKind, Routing
 from minisgl.layers.layer_config import MLPConfig, MoEConfig
-from minisgl.models.config.load_config import load_model_config
 from minisgl.models.decoder import CausalLM
+from minisgl.models.load_config import load_model_config
 from minisgl.models.loading import build_model
 
 META = torch.device("meta")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minisgl.models.config.load_config import load_model_config
+from minisgl.models.load_config import load_model_config
 from models.tiny import make_model
 from tokenizer import small
 

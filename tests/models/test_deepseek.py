@@ -16,8 +16,8 @@ from minisgl.distributed import SingleRank
 from minisgl.kernel.base import Routing
 from minisgl.kernel.torch_ops import route
 from minisgl.layers.layer_config import LatentConfig, MLPConfig, MoEConfig
-from minisgl.models.config.load_config import load_model_config, parse_config
 from minisgl.models.config.model_config import UnsupportedModel
+from minisgl.models.load_config import load_model_config, parse_config
 from minisgl.models.loading import load_model
 from models.quantized import save_quantized
 from models.test_model_tp import Rank

@@ -10,8 +10,8 @@ import pytest
 
 from minisgl.kernel.base import Routing
 from minisgl.layers.layer_config import LayerInputConfig, MLPConfig, MoEConfig, ProportionalScaling, RopeConfig
-from minisgl.models.config.load_config import load_model_config, parse_config
 from minisgl.models.config.model_config import UnsupportedModel
+from minisgl.models.load_config import load_model_config, parse_config
 
 TEXT: dict[str, Any] = {  # a dense model
     "attention_k_eq_v": True,

@@ -11,8 +11,8 @@ import torch
 from minisgl.distributed import SingleRank
 from minisgl.kernel.base import ClampedSwiGLU, Routing
 from minisgl.layers.layer_config import MoEConfig, NormConfig, RopeConfig, YarnScaling
-from minisgl.models.config.load_config import load_model_config, parse_config
 from minisgl.models.config.model_config import UnsupportedModel
+from minisgl.models.load_config import load_model_config, parse_config
 from minisgl.models.loading import load_model
 from models.harness import Harness
 from models.quantized import save_mxfp4

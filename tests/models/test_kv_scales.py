@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from minisgl import LLM, SamplingParams
 from minisgl.layers.layer_config import AttentionConfig
-from minisgl.models.config.load_config import parse_config
 from minisgl.models.config.model_config import UnsupportedModel, WeightError
+from minisgl.models.load_config import parse_config
 from minisgl.quantization.kv_scales import read_kv_scales
 from models.harness import Harness
 from models.quantized import DYNAMIC_FP8, compressed, save_quantized

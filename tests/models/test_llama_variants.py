@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from minisgl.distributed import SingleRank
 from minisgl.layers.layer_config import NO_ROPE, Llama3Scaling, QueryScaling, RopeConfig, YarnScaling
-from minisgl.models.config.load_config import load_model_config, parse_config
 from minisgl.models.config.model_config import ModelConfig, UnsupportedModel
+from minisgl.models.load_config import load_model_config, parse_config
 from minisgl.models.loading import load_model
 from models.harness import Harness
 

@@ -13,8 +13,8 @@ import torch
 
 from minisgl.distributed import SingleRank
 from minisgl.kernel.torch_ops import TorchOps
-from minisgl.models.config.load_config import load_model_config
 from minisgl.models.decoder import CausalLM
+from minisgl.models.load_config import load_model_config
 from minisgl.models.loading import load_model
 from models.harness import Harness
 from models.tiny import FAMILIES, VOCAB, WINDOW, YARN_ROPE, make_model

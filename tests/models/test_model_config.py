@@ -25,8 +25,8 @@ from minisgl.layers.layer_config import (
     RopeConfig,
     YarnScaling,
 )
-from minisgl.models.config.load_config import load_model_config, parse_config
 from minisgl.models.config.model_config import ModelConfig, UnsupportedModel
+from minisgl.models.load_config import load_model_config, parse_config
 
 LLAMA_3_2_1B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -636,7 +636,7 @@ def test_tensor_parallel_sizes_that_do_not_divide() -> None:
 
 def test_importing_configs_loads_no_torch() -> None:
     code = (
-        "import sys, minisgl.models, minisgl.models.config.load_config, minisgl.models.hub\n"
+        "import sys, minisgl.models, minisgl.models.load_config, minisgl.models.hub\n"
         "print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
     )
     done = subprocess.run(

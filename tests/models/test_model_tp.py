@@ -13,8 +13,8 @@ import torch
 from minisgl.distributed import SingleRank, TPGroup
 from minisgl.distributed.shared_memory import SharedMemoryTP
 from minisgl.models.checkpoint import SafetensorsTensor
-from minisgl.models.config.load_config import load_model_config
 from minisgl.models.config.model_config import UnsupportedModel
+from minisgl.models.load_config import load_model_config
 from minisgl.models.loading import build_model, load_model
 from models.harness import Harness
 from models.quantized import save_quantized

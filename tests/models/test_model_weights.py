@@ -21,10 +21,10 @@ from minisgl.config import SourceConfig
 from minisgl.distributed import SingleRank
 from minisgl.layers.linear import allocate
 from minisgl.layers.weight_slice import Loadable
-from minisgl.models.config.load_config import load_model_config
 from minisgl.models.config.model_config import UnsupportedModel, WeightError
 from minisgl.models.decoder import CausalLM
 from minisgl.models.hub import demo_folder, find_model, model_folder
+from minisgl.models.load_config import load_model_config
 from minisgl.models.loading import LoadOptions, build_model, load_model
 from minisgl.progress import LineBar
 from models.test_model_tp import Rank

@@ -21,8 +21,8 @@ from minisgl.kernel.cpu.weights import Int4Weight
 from minisgl.kernel.cpu_ops import CpuOps, multiplies_bfloat16
 from minisgl.kernel.torch_ops import TorchOps
 from minisgl.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear, bind_weights, product_labels
-from minisgl.models.config.load_config import load_model_config
 from minisgl.models.config.model_config import UnsupportedModel
+from minisgl.models.load_config import load_model_config
 from minisgl.models.loading import LoadOptions, load_model
 from minisgl.quantization import rounding
 from minisgl.quantization.rounding import INT4_GROUP, largest_of_rows, levels_of_int4, round_to_8_bits, round_to_int4

@@ -15,8 +15,8 @@ from minisgl.attention.base import RecurrentSpec
 from minisgl.distributed import SingleRank
 from minisgl.kernel.base import Routing
 from minisgl.layers.layer_config import AttentionConfig, DeltaNetConfig, MLPConfig, MoEConfig, RopeConfig
-from minisgl.models.config.load_config import load_model_config, parse_config
 from minisgl.models.config.model_config import UnsupportedModel
+from minisgl.models.load_config import load_model_config, parse_config
 from minisgl.models.loading import load_model
 
 QWEN3_NEXT_80B: dict[str, Any] = {

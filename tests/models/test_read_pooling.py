@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from minisgl.models.config.load_config import load_model_config
 from minisgl.models.config.model_config import UnsupportedModel
+from minisgl.models.load_config import load_model_config
 from minisgl.pooling.pooling_config import PoolingConfig
 
 CONFIG = {

@@ -19,7 +19,7 @@ from minisgl.kvcache.layout import KVLayout, paged_kv
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers.layer_config import RopeConfig
 from minisgl.layers.rotary import cos_sin_table, paired_rows
-from minisgl.models.config.load_config import parse_config
+from minisgl.models.load_config import parse_config
 
 DTYPES = [torch.float32, torch.bfloat16]
 OPS = TorchOps()

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from minisgl.models.config.load_config import load_model_config
 from minisgl.models.hub import demo_folder
+from minisgl.models.load_config import load_model_config
 from minisgl.tokenizer.text import TextTokenizer
 from support.server import Server
 

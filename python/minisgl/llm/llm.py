@@ -28,8 +28,8 @@ from minisgl.message.control import Progress
 from minisgl.message.to_tokenizer import PairPrompt
 from minisgl.message.types import ConversationMessage, TextOptions
 from minisgl.models.config.generation_config import load_sampling_defaults
-from minisgl.models.config.load_config import load_engine_model
 from minisgl.models.hub import find_model
+from minisgl.models.load_config import load_engine_model
 from minisgl.pooling.pooling_config import NO_TEXT, NO_VECTORS, PoolingConfig
 from minisgl.pooling.vectors import Float32Array, activated, check_dimensions, cosine, embedding
 from minisgl.progress import progress_bar

@@ -16,7 +16,7 @@ from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_detokenizer import ToDetokenizer
 from minisgl.message.to_scheduler import Add, Stopped, ToRank, ToScheduler
 from minisgl.message.types import Abort, FlushCache, Flushed, ProcessCounts, StatsReport, StatsRequest, unpack_ids
-from minisgl.models.config.load_config import load_engine_model
+from minisgl.models.load_config import load_engine_model
 from minisgl.process.worker import Worker
 from minisgl.scheduler.assembly import make_loop, reuses_prefixes
 from minisgl.scheduler.kv_publisher import KVPublisher

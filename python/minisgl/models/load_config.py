@@ -13,16 +13,16 @@ from typing import Any
 
 from minisgl.config import EngineConfig
 from minisgl.config.engine import ModelImplementation
-from minisgl.models import deepseek, gemma3, gemma4, glm4_moe, gpt_oss, llama, qwen3_next
 from minisgl.models.config.checkpoint_metadata import checkpoint_dtype, tokenizer_eos
 from minisgl.models.config.config_reader import ConfigReader, brief, read_object
 from minisgl.models.config.model_config import ModelConfig, UnsupportedModel
 from minisgl.models.config.quantization_config import read_quantization
 from minisgl.models.config.read_pooling import CAUSAL, CLASSIFIER, HEADLESS, read_pooling
+from minisgl.models.families import deepseek, gemma3, gemma4, glm4_moe, gpt_oss, llama, qwen3_next
 from minisgl.models.generic.read_config import read_generic
 from minisgl.pooling.pooling_config import Convert, PoolingConfig, Runner
 
-# Architecture -> the function that reads its config.json. A family is one file in `models/`, and one line here.
+# Architecture -> the function that reads its config.json. A family is one file in `families/`, and one line here.
 FAMILIES: Mapping[str, Callable[[str, ConfigReader], ModelConfig]] = {
     **dict.fromkeys(llama.VARIANTS, llama.read_llama),
     **dict.fromkeys(llama.MULTIMODAL, llama.read_multimodal),

@@ -30,7 +30,7 @@ from minisgl.models.config.common_fields import (
 )
 from minisgl.models.config.config_reader import ConfigReader, brief
 from minisgl.models.config.model_config import CheckpointNames, ModelConfig, UnsupportedModel
-from minisgl.models.gemma3 import SANDWICH_NORMS, check_activation
+from minisgl.models.families.gemma3 import SANDWICH_NORMS, check_activation
 
 _TEXT, _WITH_TOWERS = "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"
 ARCHITECTURES = (_TEXT, _WITH_TOWERS)

@@ -13,7 +13,7 @@ from minisgl.layers.layer_config import LayerConfig, MLPConfig
 from minisgl.models.config.common_fields import read_attention, read_context_len, read_model, read_rope
 from minisgl.models.config.config_reader import ConfigReader
 from minisgl.models.config.model_config import ModelConfig
-from minisgl.models.deepseek import read_grouped_experts, without_prediction
+from minisgl.models.families.deepseek import read_grouped_experts, without_prediction
 
 ARCHITECTURES = ("Glm4MoeForCausalLM",)
 _DEFAULTS: Mapping[str, Any] = {  # defaults of transformers' Glm4MoeConfig
