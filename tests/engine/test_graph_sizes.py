@@ -16,7 +16,7 @@ from minisgl.kernel.base import ClampedSwiGLU, ExpertKind, Routing
 from minisgl.layers.layer_config import MLPConfig, MoEConfig
 from minisgl.models.decoder import CausalLM
 from minisgl.models.load_config import load_model_config
-from minisgl.models.loading import build_model
+from minisgl.models.weights.loading import build_model
 
 META = torch.device("meta")
 

@@ -17,7 +17,7 @@ from minisgl.kernel.torch_ops import TorchOps
 from minisgl.layers.mlp import Experts
 from minisgl.models.base import Model
 from minisgl.models.load_config import load_model_config
-from minisgl.models.loading import LoadOptions, load_model
+from minisgl.models.weights.loading import LoadOptions, load_model
 from minisgl.quantization.expert_layout import PackedExperts
 from minisgl.quantization.levels import MIDDLE, LevelFormat, Levels
 from models.quantized import save_mxfp4, save_quantized

@@ -18,7 +18,7 @@ from minisgl.kernel.torch_ops import route
 from minisgl.layers.layer_config import LatentConfig, MLPConfig, MoEConfig
 from minisgl.models.config.model_config import UnsupportedModel
 from minisgl.models.load_config import load_model_config, parse_config
-from minisgl.models.loading import load_model
+from minisgl.models.weights.loading import load_model
 from models.quantized import save_quantized
 from models.test_model_tp import Rank
 from models.test_model_weights import assert_same, load

@@ -15,7 +15,7 @@ from minisgl.distributed import SingleRank
 from minisgl.layers.layer_config import LinearScaling, MLPConfig, NormNames, RopeConfig
 from minisgl.models.config.model_config import UnsupportedModel, WeightError
 from minisgl.models.load_config import load_model_config, parse_config
-from minisgl.models.loading import load_model
+from minisgl.models.weights.loading import load_model
 from models.harness import Harness
 
 # The text part of gemma-3-4b-it as it is published: what it leaves out are transformers' defaults.

@@ -25,7 +25,7 @@ from minisgl.models.config.model_config import UnsupportedModel, WeightError
 from minisgl.models.generic.meta_run import check_sharding
 from minisgl.models.generic.numeric_probe import GatedForm, NormForm, gated_form, norm_form
 from minisgl.models.load_config import load_model_config
-from minisgl.models.loading import build_model, load_model
+from minisgl.models.weights.loading import build_model, load_model
 from models.harness import Harness
 from models.tiny import make_model
 

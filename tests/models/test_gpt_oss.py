@@ -13,7 +13,7 @@ from minisgl.kernel.base import ClampedSwiGLU, Routing
 from minisgl.layers.layer_config import MoEConfig, NormConfig, RopeConfig, YarnScaling
 from minisgl.models.config.model_config import UnsupportedModel
 from minisgl.models.load_config import load_model_config, parse_config
-from minisgl.models.loading import load_model
+from minisgl.models.weights.loading import load_model
 from models.harness import Harness
 from models.quantized import save_mxfp4
 from models.tiny import make_model

@@ -15,7 +15,7 @@ from minisgl.distributed import SingleRank
 from minisgl.layers.layer_config import NO_ROPE, Llama3Scaling, QueryScaling, RopeConfig, YarnScaling
 from minisgl.models.config.model_config import ModelConfig, UnsupportedModel
 from minisgl.models.load_config import load_model_config, parse_config
-from minisgl.models.loading import load_model
+from minisgl.models.weights.loading import load_model
 from models.harness import Harness
 
 LLLG = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]

@@ -15,7 +15,7 @@ from minisgl.distributed import SingleRank
 from minisgl.kernel.torch_ops import TorchOps
 from minisgl.models.decoder import CausalLM
 from minisgl.models.load_config import load_model_config
-from minisgl.models.loading import load_model
+from minisgl.models.weights.loading import load_model
 from models.harness import Harness
 from models.tiny import FAMILIES, VOCAB, WINDOW, YARN_ROPE, make_model
 

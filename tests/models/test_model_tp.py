@@ -12,10 +12,10 @@ import torch
 
 from minisgl.distributed import SingleRank, TPGroup
 from minisgl.distributed.shared_memory import SharedMemoryTP
-from minisgl.models.checkpoint import SafetensorsTensor
 from minisgl.models.config.model_config import UnsupportedModel
 from minisgl.models.load_config import load_model_config
-from minisgl.models.loading import build_model, load_model
+from minisgl.models.weights.checkpoint import SafetensorsTensor
+from minisgl.models.weights.loading import build_model, load_model
 from models.harness import Harness
 from models.quantized import save_quantized
 from models.tiny import VOCAB

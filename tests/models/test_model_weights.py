@@ -25,7 +25,7 @@ from minisgl.models.config.model_config import UnsupportedModel, WeightError
 from minisgl.models.decoder import CausalLM
 from minisgl.models.hub import demo_folder, find_model, model_folder
 from minisgl.models.load_config import load_model_config
-from minisgl.models.loading import LoadOptions, build_model, load_model
+from minisgl.models.weights.loading import LoadOptions, build_model, load_model
 from minisgl.progress import LineBar
 from models.test_model_tp import Rank
 from models.tiny import FAMILIES, make_model

@@ -23,7 +23,7 @@ from minisgl.kernel.torch_ops import TorchOps
 from minisgl.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear, bind_weights, product_labels
 from minisgl.models.config.model_config import UnsupportedModel
 from minisgl.models.load_config import load_model_config
-from minisgl.models.loading import LoadOptions, load_model
+from minisgl.models.weights.loading import LoadOptions, load_model
 from minisgl.quantization import rounding
 from minisgl.quantization.rounding import INT4_GROUP, largest_of_rows, levels_of_int4, round_to_8_bits, round_to_int4
 from models.harness import Harness

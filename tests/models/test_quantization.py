@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from minisgl.distributed import SingleRank
 from minisgl.kernel.torch_ops import TorchOps
 from minisgl.layers.linear import Linear, RowParallelLinear, bind_weights
-from minisgl.models import checkpoint
 from minisgl.models.config.model_config import UnsupportedModel, WeightError
 from minisgl.models.load_config import load_model_config, parse_config
+from minisgl.models.weights import checkpoint
 from minisgl.quantization.dequantize import find_quantized
 from minisgl.quantization.schemes import Mxfp4Weights, Quantization
 from models.harness import Harness

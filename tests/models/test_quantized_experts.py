@@ -15,7 +15,7 @@ from minisgl.distributed import SingleRank
 from minisgl.layers.mlp import Experts, expert_labels
 from minisgl.models.config.model_config import WeightError
 from minisgl.models.load_config import load_model_config
-from minisgl.models.loading import LoadOptions, load_model
+from minisgl.models.weights.loading import LoadOptions, load_model
 from minisgl.quantization.levels import LevelFormat
 from minisgl.quantization.mxfp4 import Mxfp4Experts
 from models.quantized import save_mxfp4, save_quantized

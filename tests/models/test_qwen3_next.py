@@ -17,7 +17,7 @@ from minisgl.kernel.base import Routing
 from minisgl.layers.layer_config import AttentionConfig, DeltaNetConfig, MLPConfig, MoEConfig, RopeConfig
 from minisgl.models.config.model_config import UnsupportedModel
 from minisgl.models.load_config import load_model_config, parse_config
-from minisgl.models.loading import load_model
+from minisgl.models.weights.loading import load_model
 
 QWEN3_NEXT_80B: dict[str, Any] = {
     "architectures": ["Qwen3NextForCausalLM"],

@@ -33,8 +33,8 @@ from minisgl.layers.layer_config import AttentionConfig
 from minisgl.layers.linear import bind_weights, product_labels
 from minisgl.layers.mlp import expert_labels
 from minisgl.models.base import Model
-from minisgl.models.loading import LoadOptions, build_model, load_model
 from minisgl.models.pooling_model import PoolingModel
+from minisgl.models.weights.loading import LoadOptions, build_model, load_model
 
 if TYPE_CHECKING:  # needs CUDA's packages
     from minisgl.engine.sampling.sharded_logits import ShardedLogits

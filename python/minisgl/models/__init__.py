@@ -4,8 +4,7 @@
   makes the `ModelConfig` of `config/`.
 - `base` is the model as the engine knows it. `decoder` and `decoder_layer` have the equations of every family, with
   `gemma4_layer` for one of them; `pooling_model` makes vectors, and `generic/` runs any other decoder of transformers.
-- `hub` finds the folder, `checkpoint` reads its tensors, and `loading` fills the model: `linear_loader` and
-  `expert_loader` in the form that `weight_forms` decides. `online_quantization` rounds what is left.
+- `hub` finds the folder, and `weights/` fills the model from its files.
 
 Importing this package, `load_config`, `families/`, `config/` or `hub` loads no torch.
 """

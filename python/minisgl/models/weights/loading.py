@@ -25,16 +25,16 @@ from minisgl.layers.linear import Linear
 from minisgl.layers.mlp import Experts
 from minisgl.layers.weight_slice import Loadable, Stackable, WeightSlice
 from minisgl.models.base import Model
-from minisgl.models.checkpoint import Checkpoint
 from minisgl.models.config.model_config import ModelConfig, UnsupportedModel, WeightError
 from minisgl.models.decoder import CausalLM
-from minisgl.models.expert_loader import ExpertLoader
 from minisgl.models.generic.load import build_generic, load_generic
 from minisgl.models.hub import some
-from minisgl.models.linear_loader import LinearLoader
-from minisgl.models.online_quantization import describe, round_weights
 from minisgl.models.pooling_model import PoolingModel
-from minisgl.models.weight_forms import Keeps, WeightForms
+from minisgl.models.weights.checkpoint import Checkpoint
+from minisgl.models.weights.expert_loader import ExpertLoader
+from minisgl.models.weights.forms import Keeps, WeightForms
+from minisgl.models.weights.linear_loader import LinearLoader
+from minisgl.models.weights.online_quantization import describe, round_weights
 from minisgl.progress import progress_bar
 from minisgl.quantization.random_levels import format_of
 from minisgl.quantization.schemes import Quantization

@@ -9,7 +9,7 @@ from minisgl.layers.embedding import LMHead
 from minisgl.layers.linear import Linear, RowParallelLinear, unallocated
 from minisgl.layers.mlp import Experts
 from minisgl.models.config.model_config import UnsupportedModel
-from minisgl.models.weight_forms import WeightForms
+from minisgl.models.weights.forms import WeightForms
 from minisgl.quantization.rounding import INT4_GROUP, Int4Grid, Method, levels_of_int4, round_to_8_bits, round_to_int4
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from minisgl.layers.linear import allocate, unallocated
 from minisgl.layers.mlp import Experts
 from minisgl.layers.weight_slice import ExpertSlice, WeightSlice
-from minisgl.models.checkpoint import Checkpoint
 from minisgl.models.config.model_config import WeightError
-from minisgl.models.weight_forms import WeightForms
+from minisgl.models.weights.checkpoint import Checkpoint
+from minisgl.models.weights.forms import WeightForms
 from minisgl.quantization.expert_layout import PackedExperts
 from minisgl.quantization.levels import LevelFormat, Levels
 from minisgl.quantization.random_levels import random_levels

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from minisgl.layers.linear import Linear, RowParallelLinear, allocate, unallocated
 from minisgl.layers.weight_slice import WeightSlice
-from minisgl.models.checkpoint import Checkpoint
-from minisgl.models.weight_forms import WeightForms
+from minisgl.models.weights.checkpoint import Checkpoint
+from minisgl.models.weights.forms import WeightForms
 from minisgl.quantization.levels import LevelFormat, Levels
 from minisgl.quantization.random_levels import random_levels
 from minisgl.quantization.rounding import levels_of_8_bits, levels_of_int4
