@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models
 
 from minisgl.tokenizer.decoder_choice import make_decoder
-from minisgl.tokenizer.incremental import ByteLevelDecoder, TextDecoder
-from minisgl.tokenizer.redecoding import MAX_WINDOW, WINDOW, RedecodingDecoder
+from minisgl.tokenizer.decoders.base import TextDecoder
+from minisgl.tokenizer.decoders.byte_level import ByteLevelDecoder
+from minisgl.tokenizer.decoders.redecoding import MAX_WINDOW, WINDOW, RedecodingDecoder
 from tokenizer import small
 
 REPLACEMENT = "\ufffd"

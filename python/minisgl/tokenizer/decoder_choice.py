@@ -8,16 +8,10 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders
 
-from minisgl.tokenizer.incremental import (
-    ALPHABET,
-    BYTE_TOKEN,
-    REPLACEMENT,
-    ByteLevelDecoder,
-    TextDecoder,
-    TokenTable,
-    TokenwiseDecoder,
-)
-from minisgl.tokenizer.redecoding import RedecodingDecoder
+from minisgl.tokenizer.decoders.base import BYTE_TOKEN, REPLACEMENT, TextDecoder, TokenTable
+from minisgl.tokenizer.decoders.byte_level import ALPHABET, ByteLevelDecoder
+from minisgl.tokenizer.decoders.redecoding import RedecodingDecoder
+from minisgl.tokenizer.decoders.tokenwise import TokenwiseDecoder
 
 LOOK_AHEAD = 64  # characters that an unknown step may look ahead, such as a regular expression
 

@@ -17,7 +17,7 @@ from minisgl.message.to_detokenizer import End, Open, StepOutput
 from minisgl.message.to_scheduler import Stopped
 from minisgl.message.types import ID_BYTES, LogprobRows, PackedIds, PositionLogprobs, TokenLogprob, unpack_ids
 from minisgl.parsers.streaming import possible_start
-from minisgl.tokenizer.incremental import TextDecoder, TokenTexts
+from minisgl.tokenizer.decoders.base import TextDecoder, TokenTexts
 
 NO_TEXT_ID = 2**31 - 1  # outside every vocabulary, so it decodes to ""
 

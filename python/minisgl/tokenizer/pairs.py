@@ -13,7 +13,7 @@ from minisgl.core import Int32Array
 from minisgl.limits import Limits
 from minisgl.message.to_tokenizer import PairPrompt
 from minisgl.sampling_params import InvalidRequest
-from minisgl.tokenizer.incremental import REPLACEMENT
+from minisgl.tokenizer.decoders.base import REPLACEMENT
 from minisgl.tokenizer.text import TextTokenizer
 
 _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"

@@ -15,9 +15,9 @@ from minisgl.limits import Limits
 from minisgl.sampling_params import CONTEXT_LENGTH_EXCEEDED, InvalidRequest
 from minisgl.tokenizer.chat_template import ChatTemplates
 from minisgl.tokenizer.decoder_choice import make_decoder
+from minisgl.tokenizer.decoders.base import REPLACEMENT, TextDecoder
 from minisgl.tokenizer.files import load_tokenizer
 from minisgl.tokenizer.folder import chat_templates, load_tokenizer_config, special_tokens
-from minisgl.tokenizer.incremental import REPLACEMENT, TextDecoder
 
 # A text with more characters per token of the context than this is checked by encoding its beginning first: encoding
 # takes a second for some 2 MB, in which no other prompt is encoded.

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from tokenizers import Tokenizer
 
-from minisgl.tokenizer.incremental import ALPHABET, REPLACEMENT, TableDecoder, TextStream, TokenTable
+from minisgl.tokenizer.decoders.base import REPLACEMENT, TableDecoder, TextStream, TokenTable
+from minisgl.tokenizer.decoders.byte_level import ALPHABET
 
 WINDOW = 16  # tokens; it doubles while half of them are too few as context
 MAX_WINDOW = 256  # tokens
