@@ -44,7 +44,7 @@ KINDS = {  # beginnings of kernels' names
     "product": ("skinny_", "small_batch_gemm", "quantized_", "fp8_gemm", "library", "moe_"),
     "rounding": ("quantize",),  # rounding of activations
     "attention": ("decode_attention", "norm_rope_store", "latent_", "delta_", "device_kernel"),  # the last: FA3
-    "sum over ranks": ("one_shot", "two_shot", "received", "gather", "nccl"),
+    "sum over ranks": ("one_shot", "two_shot", "received", "long_sum", "gather", "nccl"),
     "norm": ("rms_norm", "norm_add"),
     "sampling": ("sample_", "process_logits"),
 }

@@ -6,10 +6,9 @@
 // the buffer of the previous call with EMPTY again. This is early enough: a peer writes to that buffer two calls later,
 // after it has received this rank's data of the next call, which this rank sends only after it has ended this call.
 #pragma once
-#include "common.cuh"
+#include "peers.cuh"
 
-constexpr unsigned EMPTY = 0x80000000u;         // -0 in float32, or -0 and 0 in two 16-bit floats: sent as zeros
-constexpr unsigned LOOKS_BETWEEN_CLOCKS = 1 << 14;  // polls from one look at the clock to the next, some 4 ms
+constexpr unsigned EMPTY = 0x80000000u;  // -0 in float32, or -0 and 0 in two 16-bit floats: sent as zeros
 
 struct alignas(16) Words { unsigned w[4]; };
 static_assert(sizeof(Words) == sizeof(Vec<VEC>), "a vector is 16 bytes");
@@ -20,13 +19,6 @@ struct Control {       // in the rank's own memory
   unsigned used;       // vectors that the call before has used of its buffer
   unsigned failed;     // set once a peer is late: later calls do not wait
 };
-
-struct Status {        // in the host's memory
-  unsigned abort;      // set by the host: wait no longer
-  unsigned late_rank;  // one more than the rank whose data did not arrive in time
-};
-
-__device__ __forceinline__ unsigned look(const unsigned* flag) { return *(const volatile unsigned*)flag; }
 
 __device__ __forceinline__ Words look(const Words* slot) {
   Words x;
@@ -48,12 +40,6 @@ __device__ __forceinline__ Words without_empty(Words x) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) x.w[i] = x.w[i] == EMPTY ? 0 : x.w[i];
   return x;
-}
-
-__device__ __forceinline__ unsigned long long nanoseconds() {
-  unsigned long long now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  return now;
 }
 
 struct Group {
@@ -80,17 +66,11 @@ struct Group {
 
   // Poll until the value that rank `from` sends is here; zeros if it does not arrive in time.
   __device__ __forceinline__ Words wait_for(const Words* slot, int from) const {
-    unsigned long long deadline = 0;
+    Patience bound = {status, &control->failed, patience};
     Words x = look(slot);
-    for (unsigned looks = 1; !is_here(x); ++looks) {
+    while (!is_here(x)) {
       x = look(slot);
-      if (looks % LOOKS_BETWEEN_CLOCKS) continue;
-      unsigned long long now = nanoseconds();
-      if (deadline == 0) deadline = now + patience;
-      bool late = now > deadline;
-      if (late) *(volatile unsigned*)&status->late_rank = from + 1;
-      if (late || look(&status->abort)) *(volatile unsigned*)&control->failed = 1;
-      if (has_failed()) return {};
+      if (bound.ends(from)) return {};
     }
     return x;
   }

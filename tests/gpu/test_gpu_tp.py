@@ -7,20 +7,32 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from minisgl import LLM, SamplingParams
+from minisgl.config import ServerConfig
+from minisgl.core import Batch
 from minisgl.distributed.nccl import NcclTP
+from minisgl.engine.engine import Engine
 from minisgl.engine.state import SlotState
 from minisgl.kernel.base import Norm
+from minisgl.llm.keywords import read_settings
+from minisgl.models.hub import demo_folder
+from minisgl.models.load_config import load_engine_model
 from minisgl.sampling_params import Grammar, SamplingFlags
 from support.gpus import in_new_process, over_gpus, sum_over_ranks
+from support.prefill_graphs import capture_all_prefills
+
+if TYPE_CHECKING:  # needs CUDA's packages
+    from minisgl.kernel.cuda_ops import CudaOps
 
 pytestmark = pytest.mark.gpu
 
@@ -34,12 +46,20 @@ PROMPTS = ["Hello", "a b c", "What is Minisgl?", "Write a word.", "1 2 3 4 5"] *
 
 
 ROW = 5120  # values of a row of states
+# Rows of (slot, first position, tokens) of the steps of `run_long_steps`: prompts, chunks, decodes among them.
+LONG_STEPS = (
+    [(0, 0, 600)],
+    [(1, 0, 7), (2, 0, 1), (3, 0, 300)],
+    [(0, 600, 300), (2, 1, 1), (1, 7, 211)],
+)
 
 
 def run_rank(rank: int, size: int, folder: Path) -> None:
     """Run one rank's part of the test of the sums, and save its results."""
+    from minisgl.kernel.collectives import all_reduce
     from minisgl.kernel.cuda_ops import CudaOps
 
+    all_reduce.LONG_BYTES[size] = 16 << 20
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     tp = NcclTP.connect(
@@ -84,6 +104,7 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
         if not torch.equal(tp.all_gather(parts[rank], size * ROW - 8), torch.cat(parts, dim=1)[:, :-8]):
             wrong.append(f"gather of {rows} rows")
 
+    wrong += long_sums(tp, values, ops, norm)
     wrong += [f"graphs of {rows} rows, replay {epoch}" for rows in (8, 64) for epoch in replays(tp, values, rows)]
     wrong += [f"tokens of {rows} rows" for rows in (8, 64) if not samples_sharded(tp, device, rows)]
     tp.check()
@@ -99,6 +120,30 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
     while not all((folder / f"{other}.pt").exists() for other in range(size)):
         time.sleep(0.05)
     tp.abort()
+
+
+def long_sums(
+    tp: NcclTP, values: Callable[[int, int], list[torch.Tensor]], ops: CudaOps, norm: Norm, most: int = 4096
+) -> list[str]:
+    """Return which sums of many rows are wrong."""
+    if not tp.enable_sequence_parallel(most, ROW, torch.bfloat16):
+        return ["no long sums"]
+    wrong = []
+    for rows in (most, 2000, 1999, most):
+        parts, residual = values(rows, rows), values(rows + 1, rows)[0]
+        for one in (norm, None, norm):
+            before, share = residual.clone(), -(-rows // tp.size)
+            own = slice(tp.rank * share, (tp.rank + 1) * share)
+            total, normed = tp.all_reduce_norm(parts[tp.rank], residual, one)
+            wanted = sum_over_ranks(parts, before)
+            if one is None:
+                right = torch.equal(total, wanted)
+            else:
+                right = torch.equal(total[own], wanted[own]) and torch.equal(normed, ops.rms_norm(wanted, one))
+            if not right:
+                wrong.append(f"long sum of {rows} rows")
+            residual = wanted
+    return wrong
 
 
 def replays(tp: NcclTP, values: Callable[[int, int], list[torch.Tensor]], rows: int) -> list[int]:
@@ -156,6 +201,90 @@ def test_gpus_sum_without_nccl(tp_size: int, tmp_path: Path) -> None:
     assert [wrong for _, wrong, _ in results] == [[]] * tp_size
     late = f"rank {tp_size - 1} did not come to an all-reduce within 8 s"
     assert [error for _, _, error in results] == [late] * (tp_size - 1) + [""]
+
+
+def run_long_steps(rank: int, size: int, folder: Path, dtype: str) -> None:
+    """Run one rank's part of the test of long steps: save how far their logits are from those of other sums."""
+    from minisgl.kernel.collectives import all_reduce
+
+    all_reduce.LONG_BYTES[size] = 32 << 10  # the demo model's steps of some hundred tokens are long ones
+    device = torch.device("cuda", rank)  # not the current one, as in the processes of a server
+    settings = {
+        "model": "demo",
+        "dtype": dtype,
+        "attention_backend": "torch" if dtype == "float32" else "auto",
+        "max_running_req": 8,
+        "tp_size": size,
+        "page_size": 16,
+    }
+    source, config, _ = read_settings(settings)
+    server = ServerConfig(source=source, engine=config, model_names=("demo",)).located(demo_folder(), demo_folder())
+    model = load_engine_model(demo_folder(), server.engine)
+    tp = NcclTP.connect(
+        rank=rank, size=size, init_method=f"file://{folder / 'rendezvous'}", device=device, timeout_s=30.0
+    )
+    engine = Engine(
+        server.engine,
+        model,
+        tp=tp,
+        phase=lambda _: nullcontext(),
+        progress=False,
+        max_prefill_tokens=1024,
+        reuses_prefixes=False,
+    )
+    sums, runner = tp._long_sums, engine._runner
+    assert sums is not None
+    captures = runner.attention.prefill_graph_safe
+    if captures:
+        capture_all_prefills(engine)
+
+    def fill() -> None:
+        torch.manual_seed(0)
+        state = runner.state
+        state.tokens[:8].random_(0, model.vocab_size)
+        for layer in range(model.num_layers):
+            runner.kv.keys(layer).zero_()
+            runner.kv.values(layer).zero_()
+        width = state.page_table.shape[1]
+        state.page_table[:8] = torch.randperm(engine.num_pages, device=device)[: 8 * width].view(8, width).int()
+
+    def logits(batch: Batch, *, eager: bool) -> torch.Tensor:
+        forward = runner.forward if eager else engine._forward
+        return engine._queue.call(lambda: forward(batch).logits.float())
+
+    engine._queue.call(fill)
+    far: list[float] = []
+    for rows in LONG_STEPS:
+        slots, start_pos, query_lens = (np.array(column, dtype=np.int32) for column in zip(*rows, strict=True))
+        batch = Batch(
+            step=0,
+            slots=slots,
+            start_pos=start_pos,
+            query_lens=query_lens,
+            needs_sample=np.ones(len(rows), dtype=np.bool_),
+            new_pages=np.zeros((0, 3), dtype=np.int32),
+        )
+        tp._long_sums = None
+        wanted = logits(batch, eager=True)
+        tp._long_sums = sums
+        found = [logits(batch, eager=eager) for eager in (True, False)]
+        far += [float((one - wanted).norm() / wanted.norm()) for one in found]
+    torch.save((far, captures), folder / f"{rank}.pt")
+    while not all((folder / f"{other}.pt").exists() for other in range(size)):
+        time.sleep(0.05)
+    engine.close()
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 0.02)])
+@over_gpus(2, 4)
+def test_long_steps_have_the_logits_of_others(tp_size: int, dtype: str, bound: float, tmp_path: Path) -> None:
+    """Long sums, eagerly and from graphs, against the sums of short steps and of NCCL."""
+    multiprocessing.spawn(run_long_steps, args=(tp_size, tmp_path, dtype), nprocs=tp_size, join=True)
+    for rank in range(tp_size):
+        far, captures = torch.load(tmp_path / f"{rank}.pt")
+        assert captures == (dtype == "bfloat16")
+        assert len(far) == 2 * len(LONG_STEPS)
+        assert all(one < bound for one in far)  # NaN is not
 
 
 def tokens_of(tp_size: int, dtype: str, attention: str) -> list[list[int]]:

@@ -53,6 +53,7 @@ WRAPPERS = (
     "minisgl.attention.latent.prefill",
     "minisgl.engine.sampling.cuda_sampler",
     "minisgl.kernel.collectives.all_reduce",
+    "minisgl.kernel.collectives.long_sums",
     "minisgl.kernel.delta_net.cuda_step",
     "minisgl.kernel.delta_net.cuda_chunks",
     "minisgl.kernel.cuda_latent",
@@ -228,6 +229,7 @@ def test_every_wrapper_passes_what_its_kernels_declare(launched: list[str]) -> N
     run_attention(half, fp8)
     run_sampling(half)
     run_collectives(half)
+    run_long_sums(half)
     assert set(launched) == declared()
 
 
@@ -540,6 +542,33 @@ def run_collectives(dtype: torch.dtype) -> None:
     assert push.gather(x, 4 * 64 - 8).shape == (8, 4 * 64 - 8)
     push.abort()
     push.check()
+
+
+def run_long_sums(dtype: torch.dtype) -> None:
+    from minisgl.kernel.collectives.long_sums import LongSums, supports_rows
+    from minisgl.kernel.launch.compile import Compiler
+
+    size = LongSums.bytes_for(300, 256, dtype) // 4
+    memory: Any = SimpleNamespace(
+        words=torch.zeros(size, dtype=torch.int32), addresses=torch.zeros(4, dtype=torch.int64)
+    )
+    failed, status = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    shared = {"rank": 1, "status": status, "failed": failed, "patience": 10**9}
+    sums = LongSums(Compiler(CPU), memory, shared, sizes=range(100, 301), width=256, dtype=dtype)
+    residual = torch.zeros(300, 256, dtype=dtype)
+    for other in (residual[:99], residual.repeat(2, 1), residual[:, :128], residual.float()):
+        assert sums.part_like(other) is None
+    part = sums.part_like(residual)
+    assert part is not None
+    assert part.shape == residual.shape
+    total, normed = sums.add(part, residual, Norm(torch.zeros(256, dtype=dtype), 1e-6))
+    assert total is residual
+    assert normed is not None
+    assert normed.shape == residual.shape
+    assert sums.add(part, residual, None)[0].data_ptr() == normed.data_ptr()
+    assert supports_rows(5120, dtype)
+    assert not supports_rows(5120, torch.float32)  # more than 1,024 vectors
+    assert not supports_rows(576, dtype)
 
 
 def test_kernels_wait_before_they_return() -> None:

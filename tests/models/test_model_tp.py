@@ -11,7 +11,10 @@ import pytest
 import torch
 
 from minisgl.distributed import SingleRank, TPGroup
+from minisgl.distributed.group import Summed
 from minisgl.distributed.shared_memory import SharedMemoryTP
+from minisgl.kernel.base import Norm
+from minisgl.kernel.torch_ops import TorchOps
 from minisgl.models.config.model_config import UnsupportedModel
 from minisgl.models.load_config import load_model_config
 from minisgl.models.weights.checkpoint import SafetensorsTensor
@@ -49,15 +52,46 @@ SIZES = {
     **dict.fromkeys((f"{kind} whole" for kind in WHOLE), (3,)),
     **dict.fromkeys(QUANTIZED, (2, 4)),
 }  # ranks by model
+# Models with norms after their blocks, or with other additions to the residual.
+WHOLE_RESIDUAL = ("gemma3", "olmo2", "granite", "glm4", "gemma4", "gemma4-parts")
 PROMPTS = ([5, 198, 0, 17, 101, 66, 67, 133, 134, 2], list(range(40, 61)))
 
 
-def logits_of(folder: Path, tp: TPGroup, *, whole_experts: bool = False) -> torch.Tensor:
+class DividingTP(SharedMemoryTP):
+    """Divides the residual of steps of 10 tokens or more, and makes NaN of what a model must not read."""
+
+    memory: torch.Tensor | None = None  # [2, tokens, width]: parts and results
+
+    def enable_sequence_parallel(self, tokens: int, width: int, dtype: torch.dtype) -> bool:
+        self.memory = torch.full((2, tokens, width), torch.nan, dtype=dtype)
+        return True
+
+    def part_like(self, residual: torch.Tensor) -> torch.Tensor | None:
+        return None if self.memory is None or len(residual) < 10 else self.memory[0, : len(residual)]
+
+    def all_reduce_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm | None) -> Summed:
+        if self.memory is None or (part := self.part_like(residual)) is None:
+            return super().all_reduce_norm(x, residual, norm)
+        share = -(-len(x) // self.size)
+        own = slice(self.rank * share, (self.rank + 1) * share)
+        total = self.all_reduce(x.clone(), residual)[own].clone()
+        part.fill_(torch.nan)
+        residual.fill_(torch.nan)
+        residual[own] = total
+        sent = torch.zeros_like(residual)
+        sent[own] = total if norm is None else TorchOps().rms_norm(total, norm)
+        results = self.memory[1, : len(x)].copy_(self.all_reduce(sent))
+        return (results, None) if norm is None else (residual, results)
+
+
+def logits_of(folder: Path, tp: TPGroup, *, whole_experts: bool = False, divided: bool = False) -> torch.Tensor:
     """A prefill of two rows, a mixed step and a decode step: [9, vocab]."""
     config = load_model_config(folder)
     if whole_experts:
         config = config.with_whole_experts()
     model = load_model(config, folder, tp=tp, dtype=torch.float32, device=torch.device("cpu"))
+    if divided:
+        tp.enable_sequence_parallel(20, config.hidden_size, torch.float32)
     harness = Harness(model, num_pages=20)
     a, b = (harness.add(tokens) for tokens in PROMPTS)
     plans = [[(a, 8), (b, 5)], [(b, 15), (a, 1)], [(a, 1), (b, 1)]]
@@ -68,7 +102,7 @@ def run_rank(rank: int, rendezvous: str, folders: dict[str, Path], out: Path) ->
     """Four ranks, then fewer of the same processes: starting one costs more than all it does."""
     torch.set_num_threads(1)
     groups = {
-        size: SharedMemoryTP.connect(rank=rank, size=size, init_method=f"{rendezvous}-{size}", timeout_s=60)
+        size: DividingTP.connect(rank=rank, size=size, init_method=f"{rendezvous}-{size}", timeout_s=60)
         for size in (4, 3, 2)
         if rank < size
     }
@@ -79,6 +113,8 @@ def run_rank(rank: int, rendezvous: str, folders: dict[str, Path], out: Path) ->
         for kind, sizes in SIZES.items()
         if size in sizes
     }
+    divided = [kind for kind in KINDS if kind not in WHOLE_RESIDUAL] if rank < 3 else []
+    results |= {f"{kind} divided": logits_of(folders[kind], groups[3], divided=True) for kind in divided}
     half = torch.full((2, 3), float(rank + 1), dtype=torch.bfloat16)
     results["sum"] = four.all_reduce(half.clone())
     results["gathered"] = four.all_gather(half)
@@ -124,6 +160,11 @@ def test_logits_do_not_depend_on_the_number_of_ranks(saved: Callable[[str], tupl
             assert (logits - whole).abs().max() < 1e-4 * whole.abs().max()
             for other in results[1:size]:
                 assert torch.equal(other[f"{kind} {size}"], logits)
+    for kind, whole in want.items():
+        if f"{kind} divided" in results[0]:
+            assert all(
+                (result[f"{kind} divided"] - whole).abs().max() < 1e-4 * whole.abs().max() for result in results[:3]
+            )
     parts = [torch.randn(3, 200_001, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
     for result in results:
         assert torch.equal(result["sum"], torch.full((2, 3), 10.0, dtype=torch.bfloat16))
@@ -131,6 +172,15 @@ def test_logits_do_not_depend_on_the_number_of_ranks(saved: Callable[[str], tupl
         assert torch.equal(result["long sum"], sum(parts) + 1)
         assert torch.equal(result["long gathered"], torch.cat(parts, dim=1))
         assert result["smallest"] == 7
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_residual_is_divided_only_if_blocks_do_no_more_than_add_to_it(
+    saved: Callable[[str], tuple[Any, Path]], kind: str
+) -> None:
+    config = load_model_config(saved(kind)[1])
+    model = build_model(config, tp=SingleRank(), dtype=torch.float32, device=torch.device("meta"))
+    assert model.supports_sequence_parallel == (kind not in WHOLE_RESIDUAL)
 
 
 class Rank:

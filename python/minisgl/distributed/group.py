@@ -47,6 +47,21 @@ class TPGroup(Protocol):
         """Return `all_reduce` of x [T, H] with its norm; may overwrite x."""
         return self.all_reduce(x, residual), None
 
+    def enable_sequence_parallel(self, tokens: int, width: int, dtype: torch.dtype) -> bool:  # noqa: ARG002
+        """Divide the residual among the ranks from now on, in large steps of up to `tokens` tokens. A collective.
+
+        There `all_reduce_norm` with a norm gives each rank the norm of all rows, but the sum of its share of the rows
+        alone; it overwrites the residual, whose other rows become stale. The last sum of a step has no norm, and gives
+        all rows to all ranks. What it returns, except for the residual, is overwritten by the next sum.
+
+        Return False if no step is large enough for that to be faster.
+        """
+        return False
+
+    def part_like(self, residual: Tensor) -> Tensor | None:  # noqa: ARG002
+        """Return memory to which a product may write x of `all_reduce_norm`; None if any memory is as good."""
+        return None
+
     def product_sum(self, x: Tensor, weight: Tensor, residual: Tensor, norm: Norm | None) -> Summed | None:  # noqa: ARG002
         """Return `all_reduce_norm` of x [T, K] @ weight [H, K]^T; None if the caller must compute it in two steps.
 

@@ -17,6 +17,7 @@ from minisgl.kernel.base import Norm
 
 if TYPE_CHECKING:
     from minisgl.kernel.collectives.all_reduce import PushAllReduce
+    from minisgl.kernel.collectives.long_sums import LongSums
 
 # torch 2.13 renamed it and warns of the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -31,6 +32,7 @@ class NcclTP:
         self._device = device
         self._group = group
         self._push = push
+        self._long_sums: LongSums | None = None
         self._aborting = threading.Lock()
         self._aborted = False
 
@@ -81,7 +83,7 @@ class NcclTP:
 
     def close(self) -> None:
         self.abort()  # otherwise `destroy_process_group` waits until every rank calls it
-        self._push = None
+        self._push = self._long_sums = None
         dist.destroy_process_group(self._group)
 
     def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -90,7 +92,20 @@ class NcclTP:
         dist.all_reduce(x, group=self._group)
         return x if residual is None else x.add_(residual)
 
+    def enable_sequence_parallel(self, tokens: int, width: int, dtype: torch.dtype) -> bool:
+        if self._push is not None:
+            self._long_sums = self._push.long_sums(self._group, tokens, width, dtype)
+            self.smallest(1)  # all ranks have cleared their flags
+        return self._long_sums is not None
+
+    def part_like(self, residual: Tensor) -> Tensor | None:
+        return None if self._long_sums is None else self._long_sums.part_like(residual)
+
     def all_reduce_norm(self, x: Tensor, residual: Tensor, norm: Norm | None) -> Summed:
+        if self._long_sums is not None and (part := self._long_sums.part_like(residual)) is not None:
+            if x.data_ptr() != part.data_ptr():
+                part.copy_(x)
+            return self._long_sums.add(part, residual, norm)
         if norm is not None and self._push is not None and self._push.norms(x):
             return self._push.sum_and_norm(x, residual, norm)
         return self.all_reduce(x, residual), None

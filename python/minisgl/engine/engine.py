@@ -70,6 +70,9 @@ class Engine:
         self.num_slots, self.num_snapshots = parts.num_slots, parts.num_snapshots
         sizes = self._graph_sizes(parts)
         parts = self._with_sharded_logits(parts, sizes)
+        if parts.model.supports_sequence_parallel:
+            enable = partial(tp.enable_sequence_parallel, max_prefill_tokens, model.hidden_size, self.dtype)
+            self._queue.call(enable)
         needs, sizes, launching = self._measure_needs(parts, sizes)
         with phase("allocate the KV cache"):
             layout = parts.attention.kv_layout

@@ -181,6 +181,9 @@ class RowParallelLinear(Linear):
             total = self.tp.product_sum(x, self.product.tensor, residual, norm)
             if total is not None:
                 return total
+            part = self.tp.part_like(residual)
+            if part is not None:
+                return self.tp.all_reduce_norm(self.product.norm_linear(x, None, out=part), residual, norm)
         return self.tp.all_reduce_norm(self(x), residual, norm)
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:

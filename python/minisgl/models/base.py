@@ -49,6 +49,11 @@ class Model(nn.Module, ABC):
         """Return the kernels that steps over a KV pool of this dtype need."""
 
     @property
+    def supports_sequence_parallel(self) -> bool:
+        """True if its layers keep to what `TPGroup.enable_sequence_parallel` says of the residual."""
+        return False
+
+    @property
     @abstractmethod
     def layer_weights(self) -> int:
         """Return the number of weights of the last layer that each token is multiplied by."""

@@ -111,6 +111,19 @@ class DecoderModel(Model):
         )
 
     @property
+    def supports_sequence_parallel(self) -> bool:
+        """True if its layers read the residual only to add to it and to norm it, both in one operation."""
+        return all(
+            layer.norms.attention is not None
+            and layer.norms.mlp is not None
+            and layer.norms.attention_post is None
+            and layer.norms.mlp_post is None
+            and layer.residual_scale == 1.0
+            and layer.gemma4 is None
+            for layer in self.config.layers
+        )
+
+    @property
     def layer_weights(self) -> int:
         layer = self.model.layers[-1]
         idle = sum(module.idle_weights for module in layer.modules() if isinstance(module, Experts))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from minisgl.error_text import summary
 from minisgl.kernel.base import Norm
+from minisgl.kernel.collectives.long_sums import LongSums, supports_rows
 from minisgl.kernel.collectives.symmetric_memory import SymmetricMemory, meet_alike, reaches_all
 from minisgl.kernel.gemm.skinny_gemm import SkinnyGemm
 from minisgl.kernel.launch.compile import Compiler
@@ -32,6 +33,7 @@ _VECTOR_BYTES = 16
 _BUFFERS = 3
 _EMPTY = -(2**31)
 _CONTROL_WORDS = 4
+_FAILED_WORD = 3  # of Control, in push.cuh
 
 _NORM_MAX_ROWS = 256  # most rows that are normed in the same launch; with more, a separate norm is faster
 _SENDING = "addresses", "control", "rank", "buffer_bytes"  # arguments of skinny_gemm_push among `_shared`
@@ -54,6 +56,11 @@ class PushSizes(NamedTuple):
 # shots take 0.8 us less at 384 KB, but one shot can norm the sum in the same kernel. Those for 8 ranks were not
 # measured: one_shot is the limit published for SGLang's kernels of this kind on H200, two_shot is a guess.
 PUSH_SIZES = {2: PushSizes(4 << 20, 16 << 20), 4: PushSizes(384 << 10, 32 << 20), 8: PushSizes(128 << 10, 8 << 20)}
+
+# Least bytes of a sum for which long_sum.cu is faster, by the number of ranks; other numbers were not measured. With it
+# a prefill of Qwen3-32B took 3 to 4% less time over two H200 at 21 MB a sum and more, and 0.3% more at 10 MB; over four
+# 5% less at 42 MB and more, and as long or up to 2% less at 21 MB.
+LONG_BYTES = {2: 16 << 20, 4: 32 << 20}
 
 
 class LaunchShape(NamedTuple):
@@ -135,7 +142,8 @@ class PushAllReduce:
 
     def norms(self, x: Tensor) -> bool:
         """Return True if x [T, H] is to be summed and normed by `sum_and_norm`; all ranks return the same."""
-        return self.supports(x) and x.nbytes <= self._sizes.one_shot and len(x) <= _NORM_MAX_ROWS and _by_rows(x)
+        in_one_shot = self.supports(x) and x.nbytes <= self._sizes.one_shot
+        return in_one_shot and len(x) <= _NORM_MAX_ROWS and supports_rows(x.shape[-1], x.dtype)
 
     def sum_and_norm(self, x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         """Return the sum of x [T, H] over ranks plus `residual`, and its RMS norm; overwrites x with the sum."""
@@ -216,6 +224,21 @@ class PushAllReduce:
         memory = SymmetricMemory(group, self._memory.addresses.device, rows * width * dtype.itemsize)
         return RowsOfRanks(memory.words.view(dtype).view(rows, width), memory)
 
+    def long_sums(self, group: dist.ProcessGroup, tokens: int, width: int, dtype: torch.dtype) -> LongSums | None:
+        """Allocate memory for the sums of steps of LONG_BYTES or more, of up to `tokens` tokens.
+
+        Return None if no step is that large, or no block can process a row. The ranks must meet before the first sum.
+        """
+        least = LONG_BYTES.get(self._ranks)
+        sizes = range(0) if least is None else range(-(-least // (width * dtype.itemsize)), tokens + 1)
+        if not sizes or not supports_rows(width, dtype):
+            return None
+        memory = SymmetricMemory(group, self._memory.addresses.device, LongSums.bytes_for(tokens, width, dtype))
+        memory.words.zero_()
+        shared = {name: self._shared[name] for name in ("rank", "status", "patience")}
+        shared["failed"] = self._control[_FAILED_WORD:]
+        return LongSums(self._compiler, memory, shared, sizes=sizes, width=width, dtype=dtype)
+
     def _blocks(self, vectors: int) -> int:
         return min(-(-vectors // self._shape.threads), self._shape.max_blocks)
 
@@ -238,12 +261,6 @@ def _spec(ranks: int, dtype: torch.dtype, kernel: str, threads: int) -> KernelSp
 def _norm_spec(kernel: str, ranks: int, dtype: torch.dtype, norm_dtype: torch.dtype, threads: int) -> KernelSpec:
     spec = _spec(ranks, dtype, kernel, threads)
     return replace(spec, macros={**spec.macros, "NORM_SCALAR": SCALAR_NAMES[norm_dtype]})
-
-
-def _by_rows(x: Tensor) -> bool:
-    """Return True if one block can process a row of x, with a thread for each vector."""
-    vectors, rest = divmod(x.shape[-1] * x.itemsize, _VECTOR_BYTES)
-    return rest == 0 and vectors % 32 == 0 and vectors <= 1024
 
 
 @dataclass(frozen=True, slots=True)
