@@ -7,6 +7,7 @@ import json
 import shutil
 import sqlite3
 import threading
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,55 @@ def test_a_conversation_is_read_within_bounds(file: Path) -> None:
         assert missing.value.id == entry(1).id
 
     asyncio.run(converse())
+    store.close()
+
+
+def test_an_item_counts_each_time_that_it_is_referred_to(file: Path) -> None:
+    """One small request could otherwise hold the same stored text thousands of times."""
+    size = len(entry(0, "x" * 1000).input) + len(entry(0, "x" * 1000).response)
+    store = ResponseStore(str(file), 100_000_000, max_read_bytes=2 * size)
+
+    async def refer() -> None:
+        await store.put(entry(0, "x" * 1000))
+        item = f"msg_{0:032x}_0"
+        assert (await store.find([item] * 3, "me")).keys() == {item}
+        with pytest.raises(TooMuchStored):
+            await store.find([item] * 5, "me")
+
+    asyncio.run(refer())
+    store.close()
+
+
+def test_the_values_of_items_count_each_time_that_they_are_referred_to(file: Path) -> None:
+    store = ResponseStore(str(file), 100_000_000, max_read_bytes=100_000_000)
+    parts = [{"type": "input_text", "text": ""}] * 3000
+    items = [{"id": f"msg_{0:032x}_i0", "type": "message", "role": "user", "content": parts}]
+    stored = Entry(f"resp_{0:032x}", "me", None, json.dumps(items).encode(), b'{"output": []}')
+
+    async def refer() -> None:
+        await store.put(stored)
+        await store.find([items[0]["id"]] * 4, "me")
+        with pytest.raises(TooMuchStored):
+            await store.find([items[0]["id"]] * 5, "me")
+
+    asyncio.run(refer())
+    store.close()
+
+
+def test_responses_are_read_one_at_a_time_until_they_are_too_large(file: Path) -> None:
+    """References to many large responses could otherwise bring the whole file into memory."""
+    store = ResponseStore(str(file), 100_000_000, max_read_bytes=1_000_000)
+
+    async def refer() -> None:
+        for number in range(30):
+            await store.put(entry(number, "x" * 1_000_000))
+        tracemalloc.start()
+        with pytest.raises(TooMuchStored):
+            await store.find([f"msg_{number:032x}_0" for number in range(30)], "me")
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+        tracemalloc.stop()
+
+    asyncio.run(refer())
     store.close()
 
 

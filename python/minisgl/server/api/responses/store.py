@@ -15,7 +15,8 @@ import logging
 import os
 import re
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -132,8 +133,8 @@ class ResponseStore:
         return await self._run_for(id, lambda: self._items(self._chain(id, owner), outputs_of_all=False))
 
     async def find(self, item_ids: Iterable[str], owner: str) -> dict[str, Item]:
-        """Return the items with these ids that are stored; TooMuchStored."""
-        return await self._run(lambda: self._find(set(item_ids), owner))
+        """Return the items with these ids that are stored; TooMuchStored, for which an item counts each time."""
+        return await self._run(lambda: self._find(Counter(item_ids), owner))
 
     def close(self) -> None:
         self._thread.submit(self._database.close).result()
@@ -211,31 +212,55 @@ class ResponseStore:
             yield entry
             following = entry.previous
 
-    def _find(self, item_ids: Set[str], owner: str) -> dict[str, Item]:
+    def _find(self, item_ids: Mapping[str, int], owner: str) -> dict[str, Item]:
+        """Return the items with these ids; `item_ids` has how often each is wanted."""
         matches = [match for match in map(ITEM_ID.fullmatch, item_ids) if match is not None]
-        entries: list[Entry] = []
-        for response in dict.fromkeys(f"resp_{match[1]}" for match in matches):
+        entries = self._existing(dict.fromkeys(f"resp_{match[1]}" for match in matches), owner)
+        items = self._items(entries, outputs_of_all=True)
+        found = {item["id"]: item for item in items if item["id"] in item_ids}
+        # A short list of references to one large item would otherwise become a conversation of any size.
+        bound = _ReadBound(self._max_read_bytes)
+        for id, item in found.items():
+            data = msgspec.json.encode(item)
+            for _ in range(item_ids[id]):
+                bound.add(data)
+        return found
+
+    def _existing(self, ids: Iterable[str], owner: str) -> Iterator[Entry]:
+        """Yield the owner's responses among these, each when it is asked for, because all may be too large."""
+        for id in ids:
             with suppress(MissingResponse):
-                entries.append(self._get(response, owner))
-        items = self._items(iter(entries), outputs_of_all=True)
-        return {item["id"]: item for item in items if item["id"] in item_ids}
+                yield self._get(id, owner)
 
     def _items(self, entries: Iterator[Entry], *, outputs_of_all: bool) -> list[Item]:
         """Return the items of entries, which come newest first; the newest one's output only if `outputs_of_all`."""
-        size, scan = 0, BodyScan(MAX_ITEMS)
+        bound = _ReadBound(self._max_read_bytes)
         found: list[list[Item]] = []
         for number, entry in enumerate(entries):
-            size += len(entry.input) + len(entry.response)
-            if size > self._max_read_bytes:
-                raise TooMuchStored
-            try:
-                scan.feed(entry.input)
-                scan.feed(entry.response)
-            except ApiError:
-                raise TooMuchStored from None
+            bound.add(entry.input)
+            bound.add(entry.response)
             items: list[Item] = msgspec.json.decode(entry.input)
             found.append(items + msgspec.json.decode(entry.response)["output"] if number or outputs_of_all else items)
         return list(chain.from_iterable(reversed(found)))
+
+
+class _ReadBound:
+    """Counts the bytes and values of JSON that is read for one request, as those of its body are counted."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._scan = BodyScan(MAX_ITEMS)
+
+    def add(self, data: bytes) -> None:
+        """Count a JSON value; TooMuchStored if there are more bytes or values than allowed."""
+        self._num_bytes += len(data)
+        if self._num_bytes > self._max_bytes:
+            raise TooMuchStored
+        try:
+            self._scan.feed(data)
+        except ApiError:
+            raise TooMuchStored from None
 
 
 def open_store(http: HttpConfig) -> ResponseStore | None:
