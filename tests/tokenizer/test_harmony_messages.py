@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
 from minisgl.tokenizer.chat_template import ChatTemplates
+from minisgl.tokenizer.harmony_messages import harmony_messages
 
 TEMPLATE = """
 {%- set ns = namespace(name=none) %}
@@ -54,6 +56,16 @@ def test_messages_of_the_model_come_back_whole() -> None:
         "<|start|>assistant<|channel|>analysis<|message|>Hm.\n\nI look.<|end|>"
         f"{(call + told).format('f')}{(call + told).format('g')}<|start|>assistant"
     )
+
+
+def test_many_calls_and_results_are_joined_in_linear_time() -> None:
+    """A client may send calls that have no result, and as many results of no call."""
+    calls = [{"id": f"c{number}", "function": {"name": "f"}} for number in range(4600)]
+    results = [{"role": "tool", "tool_call_id": "none", "content": ""}] * 4600
+    begin = time.process_time()
+    turns = harmony_messages([{"role": "assistant", "tool_calls": calls}, *results])
+    assert time.process_time() - begin < 0.5  # a comparison of each with each took 1.4 s
+    assert len(turns) == 9200
 
 
 def test_one_call_is_left_as_it_is() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from minisgl.message.types import ConversationMessage
@@ -46,10 +46,12 @@ def _in_turns(messages: list[ConversationMessage]) -> Iterator[ConversationMessa
             yield {"content": "", **{key: value for key, value in message.items() if key != "tool_calls"}}
             continue
         rest = _joined(message)
+        results = _results_after(messages, index) if len(calls) > 1 else {}
         for call in calls:
             yield {**rest, "tool_calls": [call]}
             rest = {"role": "assistant"}
-            result = _result_of(call, messages, index) if len(calls) > 1 else None
+            number = call.get("id") if isinstance(call, dict) else None
+            result = results.get(number) if isinstance(number, str) else None
             if result is not None and result not in moved:
                 moved.add(result)
                 yield messages[result]
@@ -62,12 +64,13 @@ def _joined(message: ConversationMessage) -> ConversationMessage:
     return {**message, "thinking": f"{reasoning}\n\n{content}", "content": ""}
 
 
-def _result_of(call: Any, messages: list[ConversationMessage], index: int) -> int | None:
-    """Return the index of a call's result among the tool messages directly after message `index`."""
-    number = call.get("id") if isinstance(call, dict) else None
+def _results_after(messages: Sequence[ConversationMessage], index: int) -> dict[str, int]:
+    """Return the index of the first result of each call, by the call's id, of those directly after message `index`."""
+    found: dict[str, int] = {}
     for place in range(index + 1, len(messages)):
         if messages[place].get("role") != "tool":
             break
-        if number is not None and messages[place].get("tool_call_id") == number:
-            return place
-    return None
+        number = messages[place].get("tool_call_id")
+        if isinstance(number, str):
+            found.setdefault(number, place)
+    return found
