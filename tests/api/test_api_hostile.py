@@ -23,7 +23,7 @@ from minisgl.server.api.api_process import COLLECT_AFTER
 from minisgl.server.api.bodies.read_body import MAX_ITEMS, MAX_VALUES, BodyScan, check_numbers
 from minisgl.server.api.http.errors import ApiError
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 LARGEST = HttpConfig().max_body_bytes
 LONGEST_TURN = 0.15  # seconds of CPU: the aim is 0.05, of a core that has not seven others' work beside it
 
@@ -107,6 +107,15 @@ def distinct(count: int) -> Iterator[str]:
     return (f"{index:06}" for index in range(count))
 
 
+def tools_of_which_one_is_allowed(count: int, *, nested: bool = True) -> dict[str, Any]:
+    """Fields with tools, of which the last one is allowed as often, in the form of chats or of responses."""
+    functions = [{"name": name} for name in distinct(count)]
+    tools = [{"type": "function", **({"function": one} if nested else one)} for one in functions]
+    allowed = {"mode": "auto", "tools": [tools[-1]] * count}
+    choice = {"type": "allowed_tools", **({"allowed_tools": allowed} if nested else allowed)}
+    return {"tools": tools, "tool_choice": choice}
+
+
 MOST_VALUES = MAX_VALUES - 100
 MOST: dict[str, tuple[str, Any]] = {
     "ids": (COMPLETIONS, {"prompt": [1] * MAX_ITEMS}),
@@ -124,6 +133,9 @@ MOST: dict[str, tuple[str, Any]] = {
     "tool calls": (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * 13_000}]}),
     "content parts": (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 13_000}]}),
     "allowed ids": (COMPLETIONS, {"allowed_token_ids": [1] * (MAX_ITEMS - 10)}),
+    "allowed tools": (CHAT, tools_of_which_one_is_allowed(4600)),
+    "allowed tools of a response": (RESPONSES, tools_of_which_one_is_allowed(6400, nested=False)),
+    "reasoning": (RESPONSES, {"input": [{"type": "reasoning", "content": "x" * 970}] * 8192}),
     "ids to decode": ("/detokenize", {"tokens": [1] * MAX_ITEMS}),
     "escapes": (COMPLETIONS, {"prompt": "\\\n" * (LARGEST // 4 - 100)}),
     "escaped characters": (COMPLETIONS, {"prompt": "字" * (LARGEST // 6 - 100)}),
@@ -139,6 +151,7 @@ def test_the_largest_body_that_is_read_does_not_stop_the_streams(
     base: dict[str, Any] = {
         CHAT: {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1},
         COMPLETIONS: {"prompt": "hello", "max_tokens": 1},
+        RESPONSES: {"input": "hello", "max_output_tokens": 1},
     }.get(path, {})
     response = server.post(path, json=base | fields)
     assert response.status_code in (200, 400), response.text

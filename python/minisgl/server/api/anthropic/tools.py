@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Set
 from typing import Any
 
 from minisgl.sampling_params import InvalidRequest
@@ -22,7 +22,7 @@ def messages_tools(tools: list[dict[str, Any]] | None, choice: dict[str, Any] | 
     kinds = [optional_member(tool, "type", str, f"tools.{index}") or _CUSTOM for index, tool in enumerate(tools)]
     custom = [_tool(tool, f"tools.{index}") for index, tool in enumerate(tools) if kinds[index] == _CUSTOM]
     parallel = not optional_member(choice, "disable_parallel_tool_use", bool, "tool_choice")
-    meaning = _choice(choice, [name_of(tool) for tool in custom])
+    meaning = _choice(choice, set(map(name_of, custom)))
     return use_of(custom, meaning, parallel=parallel, passed_over=frozenset(kinds) - {_CUSTOM})
 
 
@@ -42,7 +42,7 @@ def _tool(tool: dict[str, Any], path: str) -> Tool:
     return {"type": "function", "function": function}
 
 
-def _choice(choice: dict[str, Any], names: Collection[str]) -> ToolChoice:
+def _choice(choice: dict[str, Any], names: Set[str]) -> ToolChoice:
     match choice.get("type"):
         case "auto" | "none" as mode:
             return ToolChoice(mode)

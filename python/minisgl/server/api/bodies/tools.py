@@ -10,7 +10,7 @@ of those APIs.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -86,11 +86,11 @@ def tool_use(tools: Sequence[Tool], choice: Any, parallel: bool) -> ToolUse:
         if kind == "function":
             check_function(member(tool, "function", dict, f"tools.{index}"), f"tools.{index}.function")
             functions.append(tool)
-    choice = _choice(choice, [name_of(tool) for tool in functions])
+    choice = _choice(choice, set(map(name_of, functions)))
     return use_of(functions, choice, parallel=parallel, passed_over=frozenset(kinds) - {"function"})
 
 
-def _choice(choice: Any, names: Collection[str]) -> ToolChoice:
+def _choice(choice: Any, names: Set[str]) -> ToolChoice:
     if choice in ("none", "auto", "required"):
         return ToolChoice(choice)
     if not names:
@@ -102,7 +102,7 @@ def _choice(choice: Any, names: Collection[str]) -> ToolChoice:
     raise InvalidRequest("tool_choice", f"tool_choice must be {_CHOICES}")
 
 
-def _allowed(allowed: Any, names: Collection[str]) -> ToolChoice:
+def _allowed(allowed: Any, names: Set[str]) -> ToolChoice:
     """Return the meaning of OpenAI's `allowed_tools`: a choice among some of the tools."""
     path = "tool_choice.allowed_tools"
     if not isinstance(allowed, dict) or not isinstance(chosen := allowed.get("tools"), list) or not chosen:
@@ -114,12 +114,12 @@ def _allowed(allowed: Any, names: Collection[str]) -> ToolChoice:
     return ToolChoice(mode, frozenset(found))
 
 
-def _chosen(choice: Any, path: str, names: Collection[str]) -> str:
+def _chosen(choice: Any, path: str, names: Set[str]) -> str:
     function = choice.get("function") if isinstance(choice, dict) else None
     return known_function(function if isinstance(function, dict) else {}, names, path, ".function")
 
 
-def known_function(owner: Mapping[str, Any], names: Collection[str], path: str, place: str = "") -> str:
+def known_function(owner: Mapping[str, Any], names: Set[str], path: str, place: str = "") -> str:
     """Return the function's name in `owner`, which is at `path` + `place`; InvalidRequest if no tool has it."""
     name = member(owner, "name", str, path + place)
     if name not in names:

@@ -72,6 +72,7 @@ def messages_of(items: Sequence[Item], path_of: Callable[[int], str]) -> list[Co
                 conversation.add_output(item, path)
             case kind:
                 raise InvalidRequest(f"{path}.type", f"{path}.type: items of the type {kind!r:.80} are not supported")
+    conversation.end()
     return conversation.messages
 
 
@@ -108,6 +109,7 @@ class _Conversation:
     def __init__(self) -> None:
         self.messages: list[ConversationMessage] = []
         self._turn: ConversationMessage | None = None  # message of the assistant that the next item may extend
+        self._reasoning: list[str] = []  # texts of its reasoning, which are joined at its end
 
     def add_message(self, item: Item, path: str) -> None:
         role = item.get("role")
@@ -125,8 +127,8 @@ class _Conversation:
         )
         sealed = optional_member(item, "encrypted_content", str, path) or ""
         if reasoning := content or unseal(sealed) or summary:
-            turn = self._open_turn("content", "tool_calls")
-            turn["reasoning_content"] = "\n".join(filter(None, (turn.get("reasoning_content"), reasoning)))
+            self._open_turn("content", "tool_calls")
+            self._reasoning.append(reasoning)
 
     def add_call(self, item: Item, path: str) -> None:
         function = {"name": member(item, "name", str, path), "arguments": member(item, "arguments", str, path)}
@@ -140,10 +142,18 @@ class _Conversation:
     def _open_turn(self, *endings: str) -> ConversationMessage:
         """Return the assistant's current message, or a new one if it has any of the fields `endings`."""
         if self._turn is None or any(name in self._turn for name in endings):
+            self.end()
             self._turn = {"role": "assistant"}
             self.messages.append(self._turn)
         return self._turn
 
     def _end_turn(self, message: ConversationMessage) -> None:
-        self._turn = None
+        self.end()
         self.messages.append(message)
+
+    def end(self) -> None:
+        """End the assistant's current message, if any."""
+        if self._turn is not None and self._reasoning:
+            self._turn["reasoning_content"] = "\n".join(self._reasoning)
+            self._reasoning = []
+        self._turn = None

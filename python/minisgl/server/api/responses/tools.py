@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from minisgl.sampling_params import InvalidRequest
@@ -26,7 +26,7 @@ def response_tools(tools: Sequence[Mapping[str, Any]], choice: Any, parallel: bo
         functions.append({"type": "function", "function": function})
     if choice == "required" and others and not functions:
         raise InvalidRequest("tool_choice", "tool_choice: a call is required, but none of the tools is a function")
-    meaning = _choice(choice, [name_of(tool) for tool in functions])
+    meaning = _choice(choice, set(map(name_of, functions)))
     warnings = [
         f"{path}: tools of the type {kind!r:.80} are not supported; the model is not told of it"
         for path, kind in others.items()
@@ -34,7 +34,7 @@ def response_tools(tools: Sequence[Mapping[str, Any]], choice: Any, parallel: bo
     return use_of(functions, meaning, parallel=parallel, passed_over=frozenset(others.values())), warnings
 
 
-def _choice(choice: Any, names: Collection[str]) -> ToolChoice:
+def _choice(choice: Any, names: Set[str]) -> ToolChoice:
     if choice in ("none", "auto", "required"):
         return ToolChoice(choice)
     kind = choice.get("type") if isinstance(choice, dict) else None
@@ -48,7 +48,7 @@ def _choice(choice: Any, names: Collection[str]) -> ToolChoice:
     return ToolChoice.of(known_function(choice, names, "tool_choice"))
 
 
-def _allowed(choice: dict[str, Any], names: Collection[str]) -> ToolChoice:
+def _allowed(choice: dict[str, Any], names: Set[str]) -> ToolChoice:
     path = "tool_choice.tools"
     allowed = member(choice, "tools", list, "tool_choice")
     mode = choice.get("mode")
