@@ -5,17 +5,36 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from msgspec.json import encode
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema
 
 from minisgl.sampling_params import Grammar, InvalidRequest
 
 Schema = dict[str, Any] | bool | str  # JSON Schema, or its JSON text
 
 
-class Options(BaseModel):
-    """Object within a request's body. Types are strict; unknown names are ignored."""
+def _failing_fast(schema: Any) -> Any:
+    """Return pydantic's schema with lists whose first wrong entry ends the validation."""
+    if isinstance(schema, list):
+        return [_failing_fast(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: _failing_fast(part) for key, part in schema.items()}
+    return found | {"fail_fast": True} if schema.get("type") == "list" else found
 
-    model_config = ConfigDict(strict=True, frozen=True, protected_namespaces=())
+
+class Options(BaseModel):
+    """Request's body, or an object within it. Types are strict; unknown names are ignored.
+
+    A refusal names the first error only, so no others are looked for in a list: they may be hundreds of thousands.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", protected_namespaces=())
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema: CoreSchema = _failing_fast(handler(source))
+        return schema
 
 
 class JsonSchemaFormat(Options):

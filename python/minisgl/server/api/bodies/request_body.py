@@ -13,13 +13,14 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, create_model
+from pydantic import BeforeValidator, Field, WithJsonSchema, create_model
 
 from minisgl.limits import Limits
 from minisgl.message.types import TextOptions
 from minisgl.request_fields import RequestField, bounded_fields, request_fields
 from minisgl.sampling_params import Grammar, InvalidRequest, SamplingParams
 from minisgl.structured_output.response_format import (
+    Options,
     ResponseFormat,
     Schema,
     StructuredOutputs,
@@ -64,10 +65,8 @@ Priority = Annotated[int, RequestField("Waiting requests with a larger value go 
 Stream = Annotated[bool, RequestField("Answer as server-sent events, ended by [DONE].", False)]
 
 
-class Body(BaseModel):
+class Body(Options):
     """Body of every route."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", protected_namespaces=())
 
     # Fields of OpenAI's API, and of other servers', that are refused unless they have one of these harmless values.
     not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
