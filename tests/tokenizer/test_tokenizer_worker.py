@@ -57,7 +57,7 @@ from minisgl.tokenizer import admission
 from minisgl.tokenizer.admission import resolve_bad_words
 from minisgl.tokenizer.chat_template import ChatTemplates
 from minisgl.tokenizer.text import TextTokenizer
-from minisgl.tokenizer.tokenizer_worker import reply_to
+from minisgl.tokenizer.tokenizer_worker import PendingAdmissions, reply_to
 from tokenizer import small
 
 LIMITS = Limits(max_seq_len=32, vocab_size=330)
@@ -100,6 +100,33 @@ def admit(asked: Generate, *others: Any) -> tuple[Accepted | Refused, list[Add]]
     """Return the answer to a request in the end, and what the scheduler gets."""
     settled = admission.admit(asked, *others).settled()
     return settled.answer, settled.adds
+
+
+class Sent(list[Any]):
+    """Outbox that keeps what is sent."""
+
+    send = list.append
+
+
+def test_thousands_of_prompts_that_wait_for_one_grammar_delay_no_other(tokenizer: TextTokenizer) -> None:
+    """Each message of any client visited every admission that waited: 3 s for the 8192 prompts of one request."""
+    grammars = GrammarValidator({})
+    api, scheduler = Sent(), Sent()
+    pending = PendingAdmissions(api, scheduler)
+    begin = time.process_time()
+    for seq_id in range(8192):
+        prompt = request(TextPrompt("a"), (seq_id,), max_tokens=4, grammar=Grammar("regex", "[ab]"))
+        pending.add(admission.admit(prompt, tokenizer, LIMITS, grammars))
+        pending.release()
+        assert pending.num_sequences == seq_id + 1
+    pending.drop(range(4000, 8192))
+    assert time.process_time() - begin < 2
+    assert (pending.num_sequences, api, scheduler) == (4000, [], [])
+    while pending.num_sequences:
+        grammars.poll(1.0)
+        pending.release()
+    assert [answer.seq_ids[0] for answer in api] == [add.seq_id for add in scheduler] == list(range(4000))
+    grammars.close()
 
 
 def test_choices_share_the_prompt(tokenizer: TextTokenizer) -> None:

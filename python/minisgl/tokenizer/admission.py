@@ -38,10 +38,6 @@ class Admission:
     check: PendingCheck | None = None
     field: str = ""
 
-    @property
-    def is_settled(self) -> bool:
-        return self.check is None or self.check.is_done
-
     def settled(self) -> Admission:
         """Wait for the check, and return the admission without one."""
         if self.check is not None:

@@ -23,7 +23,7 @@ from minisgl.message.types import Abort, FlushCache, ProcessCounts, StatsRequest
 from minisgl.process.worker import Worker
 from minisgl.sampling_params import InvalidRequest
 from minisgl.structured_output.translate import named_tokens
-from minisgl.structured_output.validator import GrammarValidator
+from minisgl.structured_output.validator import GrammarValidator, PendingCheck
 from minisgl.tokenizer.admission import Admission, admit, check_vocabulary, prompt_field, prompt_text
 from minisgl.tokenizer.folder import chat_templates, load_tokenizer_config, model_parsers, special_tokens
 from minisgl.tokenizer.text import TextTokenizer
@@ -77,43 +77,55 @@ def run(worker: Worker) -> None:
 
 
 class PendingAdmissions:
-    """Sends admissions once they are settled; most are at once, others wait for the check of their grammar."""
+    """Sends admissions once they are settled; most are at once, others wait for the check of their grammar.
+
+    Thousands of prompts may wait for one grammar, and each message of any client calls `release`: it visits checks, not
+    admissions.
+    """
 
     def __init__(self, api: Sender[ToApi], scheduler: Sender[ToScheduler]) -> None:
         self._api = api
         self._scheduler = scheduler
-        self._waiting: list[Admission] = []
-
-    @property
-    def num_sequences(self) -> int:
-        """Number of sequences whose admissions wait."""
-        return sum(len(admission.answer.seq_ids) for admission in self._waiting)
+        self._waiting: dict[PendingCheck, dict[int, Admission]] = {}  # by their first sequence, oldest first
+        self._checks: dict[int, PendingCheck] = {}  # of each waiting admission, by its first sequence
+        self.num_sequences = 0  # sequences whose admissions wait
 
     def add(self, admission: Admission) -> None:
         """Send an admission now or, if it is not settled, in a later `release`."""
-        self._waiting.append(admission)
-        self.release()
+        check = admission.check
+        if check is None or check.is_done:
+            self._send(admission)
+            return
+        first = admission.answer.seq_ids[0]
+        self._waiting.setdefault(check, {})[first] = admission
+        self._checks[first] = check
+        self.num_sequences += len(admission.answer.seq_ids)
 
     def release(self) -> None:
         """Send the admissions that are settled, to the API server and the scheduler."""
-        waiting, self._waiting = self._waiting, []
-        for admission in waiting:
-            if admission.is_settled:
-                settled = admission.settled()
-                self._api.send(settled.answer)
-                for add in settled.adds:
-                    self._scheduler.send(add)
-            else:
-                self._waiting.append(admission)
+        for check in [check for check in self._waiting if check.is_done]:
+            for first in list(self._waiting[check]):
+                self._send(self._take(first))
 
     def drop(self, seq_ids: Sequence[int]) -> None:
-        """Drop the waiting admissions of a request that has been aborted."""
-        waiting, self._waiting = self._waiting, []
-        for admission in waiting:
-            if set(seq_ids).intersection(admission.answer.seq_ids):
-                admission.abandon()
-            else:
-                self._waiting.append(admission)
+        """Drop the waiting admissions of a request that has been aborted, which has all their sequences."""
+        for seq_id in seq_ids:
+            if seq_id in self._checks:
+                self._take(seq_id).abandon()
+
+    def _take(self, first: int) -> Admission:
+        check = self._checks.pop(first)
+        admission = self._waiting[check].pop(first)
+        if not self._waiting[check]:
+            del self._waiting[check]
+        self.num_sequences -= len(admission.answer.seq_ids)
+        return admission
+
+    def _send(self, admission: Admission) -> None:
+        settled = admission.settled()
+        self._api.send(settled.answer)
+        for add in settled.adds:
+            self._scheduler.send(add)
 
 
 def reply_to(query: Encode | Decode, tokenizer: TextTokenizer, limits: Limits) -> Reply:
