@@ -311,6 +311,23 @@ def test_no_template_makes_what_does_not_fit(source: str) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 2**20  # KiB
 
 
+GATHERED = """{% set ns = namespace(system='') %}
+{%- for m in messages if m.role == 'system' %}{% set ns.system = ns.system PLUS '\n\n' PLUS m.content %}{% endfor %}
+{{- ns.system }}{% for m in messages if m.role == 'user' %}<U>{{ m.content }}{% endfor %}"""
+
+
+@pytest.mark.parametrize("operator", ["+", "~"])
+def test_a_text_is_not_copied_for_each_of_thousands_of_messages(operator: str) -> None:
+    """It took 4 s, in which no other client's prompt was encoded."""
+    templates = ChatTemplates({"default": GATHERED.replace("PLUS", operator)}, {})
+    system = [{"role": "system", "content": "x" * 980}]
+    assert len(templates.render([*system * 1000, {"role": "user", "content": "hi"}])) == 982 * 1000 + 5
+    begin = time.process_time()
+    with pytest.raises(InvalidRequest, match="longer than 4294967296 in all"):
+        templates.render([*system * 8190, {"role": "user", "content": "hi"}])
+    assert time.process_time() - begin < 2
+
+
 def test_loops_that_call_nothing_end_in_time() -> None:
     source = "{% set r = range(99999) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}"
     begin = time.process_time()

@@ -3,8 +3,8 @@
 A template is a program from the model's publisher that runs on a client's data. Jinja has no endless loop, but loops
 nest and macros recurse, so every call, look-up, filter and turn of a loop checks the deadline. An operation from which
 Python would not return, because its result is huge ('a' * 10**10), is refused before it begins; results that double
-from one operation to the next are refused once they are too long. Constants are computed under the same rules when a
-template is compiled.
+from one operation to the next are refused once they are too long, and so are many long results that replace each
+other. Constants are computed under the same rules when a template is compiled.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import jinja2.visitor
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_CHARS = 64 * 1024 * 1024
+MAX_CHARS_IN_ALL = 64 * MAX_CHARS  # of all results of a rendering together, which take half a second to copy
 MAX_SECONDS = 5.0
 MAX_BITS = 4096  # bits of a number that a template computes
 _LONG_NUMBER = re.compile(r"\d{7}")  # a format width of a million or more
@@ -60,14 +61,18 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         self.filters[_WHOLE] = self._whole
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
-        self._deadline = 0.0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._deadline = time.monotonic() + MAX_SECONDS
+        self._chars_in_all = 0
 
     def compile_bounded(self, source: str) -> jinja2.Template:
-        self._deadline = time.monotonic() + MAX_SECONDS
+        self._begin()
         return self.from_string(source)
 
     def render_bounded(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
-        self._deadline = time.monotonic() + MAX_SECONDS
+        self._begin()
         parts: list[str] = []
         length = 0
         for part in template.generate(variables):
@@ -95,9 +100,16 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             yield value
 
     def _whole(self, value: Any) -> Any:
-        """Return the value; Refusal if it is longer than MAX_CHARS."""
-        if isinstance(value, str | bytes | list | tuple) and len(value) > MAX_CHARS:
-            raise Refusal(f"it makes a text or list longer than {MAX_CHARS}")
+        """Return the value; Refusal if it is longer than MAX_CHARS, or all together than MAX_CHARS_IN_ALL.
+
+        Templates that add each message to a text (DeepSeek's do so with system messages) copy that text each time.
+        """
+        if isinstance(value, str | bytes | list | tuple):
+            if len(value) > MAX_CHARS:
+                raise Refusal(f"it makes a text or list longer than {MAX_CHARS}")
+            self._chars_in_all += len(value)
+            if self._chars_in_all > MAX_CHARS_IN_ALL:
+                raise Refusal(f"it makes texts and lists longer than {MAX_CHARS_IN_ALL} in all")
         return value
 
     def _check_arguments(self, name: str, value: Any, args: list[Any]) -> None:
