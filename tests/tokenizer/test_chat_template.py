@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +245,27 @@ def test_arguments_that_are_no_object_stay_text() -> None:
         message = {"role": "assistant", "content": "", "tool_calls": [call]}
         source = "{{ messages[0].tool_calls[0].function.arguments }}"
         assert tokenizer_with(source).templates.render([message]) == text
+
+
+def test_arguments_of_too_many_values_are_refused_before_they_are_parsed() -> None:
+    """The limit on the values of a body does not see them, because there they are text."""
+
+    def rendered(*arguments: str) -> str:
+        calls = [{"function": {"name": "f", "arguments": text}} for text in arguments]
+        templates = ChatTemplates({"default": "{{ messages[0].tool_calls[0].function.arguments.a | length }}"}, {})
+        return templates.render([{"role": "assistant", "tool_calls": calls}])
+
+    code = json.dumps({"a": "[{, \\" * 300_000})  # punctuation of a string is no value
+    assert rendered(code) == "1500000"
+    many = json.dumps({"a": [[]] * 100_000})
+    assert rendered(many) == "100000"
+    tracemalloc.start()
+    for arguments in ([many, many], [json.dumps({"a": [[]] * 1_000_000})]):
+        with pytest.raises(InvalidRequest, match="arguments of all tool calls have more than 262144 values") as caught:
+            rendered(*arguments)
+        assert caught.value.field == "messages"
+    assert tracemalloc.get_traced_memory()[1] < 40_000_000
+    tracemalloc.stop()
 
 
 def test_developer_is_system_where_the_template_knows_no_better() -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import jinja2
@@ -23,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, by precedence
 _USED = ("default", "tool_use")  # names of the templates that are used
+_MAX_ARGUMENT_VALUES = 262_144  # of all calls of a conversation: as many items as a request's body may have
+_STRING = re.compile(r'"(?:[^"\\]|\\.?)*+"?', re.DOTALL)
 _END_TAG = "END-OF-FINAL-MESSAGE-f1b2c7 "  # put after the message to continue, to find its end in the text
 
 
@@ -60,6 +64,7 @@ class ChatTemplates:
         if not messages:
             raise InvalidRequest("messages", "messages must have at least one message")
         name, template_kwargs = self._choose(tools), template_kwargs or {}
+        _check_arguments(messages)
         knows_developer = "developer" in self._sources[name]
         normalized = [_normalize(message, knows_developer) for message in messages]
         if is_harmony(self._sources[name]):
@@ -125,10 +130,37 @@ def _normalize(message: ConversationMessage, knows_developer: bool) -> Conversat
     return message
 
 
-def _with_arguments(call: Any) -> Any:
+def _check_arguments(messages: Iterable[ConversationMessage]) -> None:
+    """Raise InvalidRequest if the arguments of all calls have too many values.
+
+    They are JSON within a text, which the limits on a body's values do not see: 8 MB of empty lists take 0.2 GB.
+    """
+    calls = chain.from_iterable(calls for message in messages if isinstance(calls := message.get("tool_calls"), list))
+    texts = [text for call in calls if (text := _arguments_text(call)) is not None]
+    if sum(map(_most_values, texts)) <= _MAX_ARGUMENT_VALUES:
+        return
+    if sum(_most_values(_STRING.sub("", text)) for text in texts) > _MAX_ARGUMENT_VALUES:
+        raise InvalidRequest(
+            "messages", f"messages: the arguments of all tool calls have more than {_MAX_ARGUMENT_VALUES} values"
+        )
+
+
+def _most_values(text: str) -> int:
+    """Return the number of values of a JSON text, or more if its strings have punctuation."""
+    return text.count(",") + text.count("[") + text.count("{")
+
+
+def _arguments_text(call: Any) -> str | None:
+    """Return the arguments of a call if they are text, which may be JSON."""
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(text := function.get("arguments"), str):
+    text = function.get("arguments") if isinstance(function, dict) else None
+    return text if isinstance(text, str) else None
+
+
+def _with_arguments(call: Any) -> Any:
+    if (text := _arguments_text(call)) is None:
         return call
+    function = call["function"]
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
