@@ -7,8 +7,9 @@ import json
 import shutil
 import sqlite3
 import threading
+import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,51 @@ def test_the_oldest_make_room(file: Path) -> None:
     assert file.stat().st_size < 30 * size
     store = ResponseStore(str(file), 10 * size, max_read_bytes=10 * size)  # after a restart
     assert asyncio.run(store.get(entry(99).id, "me")) == entry(99, "x" * 1000)
+    store.close()
+
+
+INSERT = "INSERT INTO responses (id, owner, previous, bytes, input, response) VALUES (?, ?, ?, ?, ?, ?)"
+
+
+def rows(numbers: range) -> Iterator[tuple[object, ...]]:
+    for one in map(entry, numbers):
+        yield one.id, one.owner, one.previous, len(one.input) + len(one.response), one.input, one.response
+
+
+def test_a_response_is_stored_as_fast_in_a_full_file(file: Path) -> None:
+    """The sizes of all stored responses were added up for each new one."""
+    store = ResponseStore(str(file), 2**30, max_read_bytes=1000)
+    with sqlite3.connect(file) as database:
+        database.executemany(INSERT, rows(range(100_000)))
+
+    async def put() -> None:
+        for number in range(100_000, 100_200):
+            await store.put(entry(number))
+
+    begin = time.process_time()
+    asyncio.run(put())
+    assert time.process_time() - begin < 0.5  # 1 s before
+    store.close()
+
+
+def test_responses_of_other_servers_count(file: Path) -> None:
+    """Two servers may share a file, of which an older one may have kept no total."""
+    size = len(entry(0).input) + len(entry(0).response)
+    ResponseStore(str(file), 100 * size, max_read_bytes=size).close()
+    with sqlite3.connect(file) as database:
+        for made in ("TABLE total", "TRIGGER stored", "TRIGGER deleted"):
+            database.execute(f"DROP {made}")
+        database.executemany(INSERT, rows(range(10, 60)))
+    store = ResponseStore(str(file), 100 * size, max_read_bytes=size)
+    with sqlite3.connect(file) as database:
+        database.executemany(INSERT, rows(range(60, 100)))
+        database.execute("DELETE FROM responses WHERE id = ?", (entry(99).id,))
+    numbers = range(10, 99)
+    for added in range(100, 120):
+        asyncio.run(store.put(entry(added)))
+    with sqlite3.connect(file) as database:
+        left = [id for (id,) in database.execute("SELECT id FROM responses ORDER BY number")]
+    assert left == [entry(number).id for number in [*numbers, *range(100, 120)]][-100:]
     store.close()
 
 
