@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from api_harness import RunningServer
+from api_harness import RawClient, RunningServer
 
 from minisgl.config import ConfigError
 from minisgl.message.to_tokenizer import Generate
@@ -212,6 +212,10 @@ def entry(number: int, text: str = "", previous: str | None = None) -> Entry:
     return Entry(f"resp_{number:032x}", "me", previous, item.encode(), response.encode())
 
 
+def held(count: int) -> None:
+    """Count nothing."""
+
+
 def test_the_oldest_make_room(file: Path) -> None:
     size = len(entry(0, "x" * 1000).input) + len(entry(0, "x" * 1000).response)
     store = ResponseStore(str(file), 10 * size, max_read_bytes=10 * size)
@@ -220,19 +224,19 @@ def test_the_oldest_make_room(file: Path) -> None:
         for number in range(100):
             await store.put(entry(number, "x" * 1000))
         for number in range(90, 100):
-            await store.get(entry(number).id, "me")
+            await store.get(entry(number).id, "me", held)
         with pytest.raises(MissingResponse):
-            await store.get(entry(89).id, "me")
+            await store.get(entry(89).id, "me", held)
         await store.put(entry(100, "x" * 11 * size))  # larger than all that may be kept
         with pytest.raises(MissingResponse):
-            await store.get(entry(100).id, "me")
-        await store.get(entry(99).id, "me")
+            await store.get(entry(100).id, "me", held)
+        await store.get(entry(99).id, "me", held)
 
     asyncio.run(fill())
     store.close()
     assert file.stat().st_size < 30 * size
     store = ResponseStore(str(file), 10 * size, max_read_bytes=10 * size)  # after a restart
-    assert asyncio.run(store.get(entry(99).id, "me")) == entry(99, "x" * 1000)
+    assert asyncio.run(store.get(entry(99).id, "me", held)) == entry(99, "x" * 1000)
     store.close()
 
 
@@ -288,15 +292,15 @@ def test_a_conversation_is_read_within_bounds(file: Path) -> None:
     async def converse() -> None:
         for number in range(4):
             await store.put(entry(number, previous=entry(number - 1).id if number else None))
-        assert len(await store.conversation(entry(2).id, "me")) == 6
-        assert len(await store.input(entry(2).id, "me")) == 5
+        assert len(await store.conversation(entry(2).id, "me", held)) == 6
+        assert len(await store.input(entry(2).id, "me", held)) == 5
         with pytest.raises(TooMuchStored):
-            await store.conversation(entry(3).id, "me")
+            await store.conversation(entry(3).id, "me", held)
         with pytest.raises(TooMuchStored):
-            await store.find([f"msg_{number:032x}_0" for number in range(4)], "me")
+            await store.find([f"msg_{number:032x}_0" for number in range(4)], "me", held)
         await store.delete(entry(1).id, "me")
         with pytest.raises(MissingResponse) as missing:
-            await store.conversation(entry(2).id, "me")
+            await store.conversation(entry(2).id, "me", held)
         assert missing.value.id == entry(1).id
 
     asyncio.run(converse())
@@ -311,9 +315,9 @@ def test_an_item_counts_each_time_that_it_is_referred_to(file: Path) -> None:
     async def refer() -> None:
         await store.put(entry(0, "x" * 1000))
         item = f"msg_{0:032x}_0"
-        assert (await store.find([item] * 3, "me")).keys() == {item}
+        assert (await store.find([item] * 3, "me", held)).keys() == {item}
         with pytest.raises(TooMuchStored):
-            await store.find([item] * 5, "me")
+            await store.find([item] * 5, "me", held)
 
     asyncio.run(refer())
     store.close()
@@ -327,9 +331,9 @@ def test_the_values_of_items_count_each_time_that_they_are_referred_to(file: Pat
 
     async def refer() -> None:
         await store.put(stored)
-        await store.find([items[0]["id"]] * 4, "me")
+        await store.find([items[0]["id"]] * 4, "me", held)
         with pytest.raises(TooMuchStored):
-            await store.find([items[0]["id"]] * 5, "me")
+            await store.find([items[0]["id"]] * 5, "me", held)
 
     asyncio.run(refer())
     store.close()
@@ -344,12 +348,37 @@ def test_responses_are_read_one_at_a_time_until_they_are_too_large(file: Path) -
             await store.put(entry(number, "x" * 1_000_000))
         tracemalloc.start()
         with pytest.raises(TooMuchStored):
-            await store.find([f"msg_{number:032x}_0" for number in range(30)], "me")
+            await store.find([f"msg_{number:032x}_0" for number in range(30)], "me", held)
         assert tracemalloc.get_traced_memory()[1] < 10_000_000
         tracemalloc.stop()
 
     asyncio.run(refer())
     store.close()
+
+
+def test_what_is_read_from_the_store_counts_like_bodies(
+    start_server: Callable[..., RunningServer], file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """200 requests of 150 bytes held 1.5 GB, because each continued a conversation of 7.8 MB."""
+    monkeypatch.setattr("minisgl.server.api.app.LARGEST_BODIES", 3)
+    server = start_server(response_store=str(file), max_body_bytes=2**20)
+    first = server.post(PATH, json={"input": "say []" + " " * 900_000}).json()["id"]
+    body = {"input": "hold", "previous_response_id": first}
+    clients = [RawClient(server.port) for _ in range(3)]
+    for index, client in enumerate(clients):
+        client.post(PATH, body)
+        server.engine.wait_for(Generate, index + 2)
+    for refused in (
+        server.post(PATH, json=body),
+        server.get(f"{PATH}/{first}"),
+        server.get(f"{PATH}/{first}/input_items"),
+    ):
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+    assert server.post(PATH, json={"input": "say []"}).status_code == 200
+    for client in clients:
+        client.leave()
+    server.assert_idle()
+    assert server.get(f"{PATH}/{first}").status_code == 200
 
 
 def test_a_file_that_is_no_store_is_refused(tmp_path: Path) -> None:

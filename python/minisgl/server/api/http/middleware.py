@@ -111,7 +111,8 @@ def _request_id(scope: Scope) -> bytes:
 class BodyBudgetMiddleware:
     """Bounds the bytes of all bodies that are held, from their arrival until their requests are answered.
 
-    The first SMALL_BODY bytes of each body are not counted, so that ordinary requests are served while large ones wait.
+    What is read from the store for a request counts like its body: see `hold_bytes`. The first SMALL_BODY bytes of each
+    request are not counted, so that ordinary requests are served while large ones wait.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
@@ -122,19 +123,28 @@ class BodyBudgetMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         size = counted = 0
 
-        async def receive_counted() -> Message:
+        def hold(count: int) -> None:
             nonlocal size, counted
-            message = await receive()
-            size += len(message.get("body", b""))
+            size += count
             more = max(0, size - SMALL_BODY) - counted
             if more:
                 if self._held + more > self._max_bytes:
                     raise too_many_bytes(self._max_bytes)
                 self._held += more
                 counted += more
+
+        async def receive_counted() -> Message:
+            message = await receive()
+            hold(len(message.get("body", b"")))
             return message
 
+        scope.setdefault("state", {})["hold_bytes"] = hold
         try:
             await self._app(scope, receive_counted, send)
         finally:
             self._held -= counted
+
+
+def hold_bytes(connection: HTTPConnection, count: int) -> None:
+    """Count bytes that are held for this request until it is answered; ApiError if all requests hold too many."""
+    connection.state.hold_bytes(count)

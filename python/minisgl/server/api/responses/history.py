@@ -11,7 +11,7 @@ from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.http.errors import ApiError, invalid, store_failed
 from minisgl.server.api.responses.body import Item, ResponsesBody
 from minisgl.server.api.responses.items import REFERENCE, kept_items
-from minisgl.server.api.responses.store import Entry, MissingResponse, ResponseStore, StoreFailed, TooMuchStored
+from minisgl.server.api.responses.store import Entry, Hold, MissingResponse, ResponseStore, StoreFailed, TooMuchStored
 from minisgl.server.api.responses.writer import PREFIX, Keep, Response
 
 T = TypeVar("T")
@@ -28,11 +28,12 @@ class ItemList(msgspec.Struct, frozen=True, tag_field="object", tag="list"):
 
 
 class History:
-    """Responses of one owner. `store` is None if the server stores none."""
+    """Responses of one owner, as one request uses them. `store` is None if the server stores none."""
 
-    def __init__(self, store: ResponseStore | None, owner: str) -> None:
+    def __init__(self, store: ResponseStore | None, owner: str, hold: Hold) -> None:
         self._store = store
         self.owner = owner
+        self._hold = hold
 
     # For a new response.
 
@@ -44,7 +45,7 @@ class History:
         if self._store is None:
             raise invalid("previous_response_id", f"previous_response_id: the server keeps responses only with {FLAG}")
         try:
-            return await self._store.conversation(id, self.owner)
+            return await self._store.conversation(id, self.owner, self._hold)
         except MissingResponse as error:
             text = f"previous_response_id: there is no response {error.id:.80}"
             raise invalid("previous_response_id", text, "previous_response_not_found") from None
@@ -65,7 +66,7 @@ class History:
             text = f"{path}: the server can look items up only with {FLAG}; clients that set store to false send them"
             raise invalid(path, text)
         try:
-            found = await self._store.find(wanted.values(), self.owner)
+            found = await self._store.find(wanted.values(), self.owner, self._hold)
         except TooMuchStored:
             raise invalid("input", "input: the responses of the items referred to are too long") from None
         except StoreFailed:
@@ -107,7 +108,7 @@ class History:
 
     async def response(self, id: str) -> bytes:
         """Return a response as JSON; ApiError if it is not stored."""
-        return (await self._found(id, lambda store: store.get(id, self.owner))).response
+        return (await self._found(id, lambda store: store.get(id, self.owner, self._hold))).response
 
     async def delete(self, id: str) -> None:
         """Delete a response; ApiError if it is not stored."""
@@ -115,7 +116,7 @@ class History:
 
     async def input_items(self, id: str, *, limit: int, after: str | None, descending: bool) -> ItemList:
         """Return a page of a response's input items; ApiError if it, or the item `after`, is not stored."""
-        items = await self._found(id, lambda store: store.input(id, self.owner))
+        items = await self._found(id, lambda store: store.input(id, self.owner, self._hold))
         if descending:
             items.reverse()
         start = 0

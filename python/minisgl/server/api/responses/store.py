@@ -16,10 +16,11 @@ import os
 import re
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import TypeVar
 
@@ -33,6 +34,7 @@ from minisgl.server.api.responses.body import Item
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Hold = Callable[[int], None]  # counts bytes that a request holds in memory, and raises if all requests hold too many
 
 # Id of an output item, or with an `i` of an input item; the 32 digits are its response's.
 ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_i?[0-9]{1,6}")
@@ -92,7 +94,10 @@ class Entry:
 
 
 class ResponseStore:
-    """Open file of responses. Every access may raise StoreFailed."""
+    """Open file of responses. Every access may raise StoreFailed.
+
+    What is read is counted by `hold` before more is read: a short request may refer to as much as a body may have.
+    """
 
     def __init__(self, path: str, max_bytes: int, *, max_read_bytes: int) -> None:
         """Open the file, or create it readable for this user alone; ConfigError if it cannot be used.
@@ -104,6 +109,7 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._max_read_bytes = max_read_bytes
         self._thread = ThreadPoolExecutor(1, "response-store")
+        self._reading = asyncio.Lock()
         try:
             self._database = self._thread.submit(_open, path).result()
         except (OSError, sqlite3.Error) as error:
@@ -121,32 +127,46 @@ class ResponseStore:
         await self._run(lambda: self._put(entry))
         return True
 
-    async def get(self, id: str, owner: str) -> Entry:
+    async def get(self, id: str, owner: str, hold: Hold) -> Entry:
         """Return a response; MissingResponse if the owner has none with this id."""
-        return await self._run_for(id, lambda: self._get(id, owner))
+
+        def get() -> tuple[Entry, int]:
+            entry = self._get(id, owner)
+            return entry, len(entry.input) + len(entry.response)
+
+        return await self._read(lambda: self._run_for(id, get), hold)
 
     async def delete(self, id: str, owner: str) -> None:
         """Delete a response; MissingResponse if the owner has none with this id."""
         await self._run_for(id, lambda: self._delete(id, owner))
 
-    async def conversation(self, id: str, owner: str) -> list[Item]:
+    async def conversation(self, id: str, owner: str, hold: Hold) -> list[Item]:
         """Return input and output items of a response and of all before it in its conversation, oldest first.
 
         MissingResponse if one of the responses is missing; TooMuchStored.
         """
-        return await self._run_for(id, lambda: self._items(self._chain(id, owner), outputs_of_all=True))
+        call = partial(self._conversation, id, owner, outputs_of_all=True)
+        return await self._read(lambda: self._run_for(id, call), hold)
 
-    async def input(self, id: str, owner: str) -> list[Item]:
+    async def input(self, id: str, owner: str, hold: Hold) -> list[Item]:
         """Return the items that a response has answered: its `conversation` without its own output."""
-        return await self._run_for(id, lambda: self._items(self._chain(id, owner), outputs_of_all=False))
+        call = partial(self._conversation, id, owner, outputs_of_all=False)
+        return await self._read(lambda: self._run_for(id, call), hold)
 
-    async def find(self, item_ids: Iterable[str], owner: str) -> dict[str, Item]:
+    async def find(self, item_ids: Iterable[str], owner: str, hold: Hold) -> dict[str, Item]:
         """Return the items with these ids that are stored; TooMuchStored, for which an item counts each time."""
-        return await self._run(lambda: self._find(Counter(item_ids), owner))
+        return await self._read(lambda: self._run(lambda: self._find(Counter(item_ids), owner)), hold)
 
     def close(self) -> None:
         self._thread.submit(self._database.close).result()
         self._thread.shutdown()
+
+    async def _read(self, read: Callable[[], Awaitable[tuple[T, int]]], hold: Hold) -> T:
+        """Return what `read` returns with its number of bytes, once they are counted."""
+        async with self._reading:
+            found, num_bytes = await read()
+            hold(num_bytes)
+        return found
 
     async def _run(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._access, call)
@@ -220,11 +240,14 @@ class ResponseStore:
             yield entry
             following = entry.previous
 
-    def _find(self, item_ids: Mapping[str, int], owner: str) -> dict[str, Item]:
-        """Return the items with these ids; `item_ids` has how often each is wanted."""
+    def _conversation(self, id: str, owner: str, *, outputs_of_all: bool) -> tuple[list[Item], int]:
+        return self._items(self._chain(id, owner), outputs_of_all=outputs_of_all)
+
+    def _find(self, item_ids: Mapping[str, int], owner: str) -> tuple[dict[str, Item], int]:
+        """Return the items with these ids and their bytes; `item_ids` has how often each is wanted."""
         matches = [match for match in map(ITEM_ID.fullmatch, item_ids) if match is not None]
         entries = self._existing(dict.fromkeys(f"resp_{match[1]}" for match in matches), owner)
-        items = self._items(entries, outputs_of_all=True)
+        items, num_bytes = self._items(entries, outputs_of_all=True)
         found = {item["id"]: item for item in items if item["id"] in item_ids}
         # A short list of references to one large item would otherwise become a conversation of any size.
         bound = _ReadBound(self._max_read_bytes)
@@ -232,7 +255,7 @@ class ResponseStore:
             data = msgspec.json.encode(item)
             for _ in range(item_ids[id]):
                 bound.add(data)
-        return found
+        return found, num_bytes
 
     def _existing(self, ids: Iterable[str], owner: str) -> Iterator[Entry]:
         """Yield the owner's responses among these, each when it is asked for, because all may be too large."""
@@ -240,8 +263,11 @@ class ResponseStore:
             with suppress(MissingResponse):
                 yield self._get(id, owner)
 
-    def _items(self, entries: Iterator[Entry], *, outputs_of_all: bool) -> list[Item]:
-        """Return the items of entries, which come newest first; the newest one's output only if `outputs_of_all`."""
+    def _items(self, entries: Iterator[Entry], *, outputs_of_all: bool) -> tuple[list[Item], int]:
+        """Return the items of entries and the entries' bytes.
+
+        The entries come newest first; the newest one's output is returned only if `outputs_of_all`.
+        """
         bound = _ReadBound(self._max_read_bytes)
         found: list[list[Item]] = []
         for number, entry in enumerate(entries):
@@ -249,7 +275,7 @@ class ResponseStore:
             bound.add(entry.response)
             items: list[Item] = msgspec.json.decode(entry.input)
             found.append(items + msgspec.json.decode(entry.response)["output"] if number or outputs_of_all else items)
-        return list(chain.from_iterable(reversed(found)))
+        return list(chain.from_iterable(reversed(found))), bound.num_bytes
 
 
 class _ReadBound:
@@ -257,13 +283,13 @@ class _ReadBound:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._num_bytes = 0
+        self.num_bytes = 0
         self._scan = BodyScan(MAX_ITEMS)
 
     def add(self, data: bytes) -> None:
         """Count a JSON value; TooMuchStored if there are more bytes or values than allowed."""
-        self._num_bytes += len(data)
-        if self._num_bytes > self._max_bytes:
+        self.num_bytes += len(data)
+        if self.num_bytes > self._max_bytes:
             raise TooMuchStored
         try:
             self._scan.feed(data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import msgspec
 from starlette.requests import Request
@@ -15,6 +16,7 @@ from minisgl.message.types import num_ids
 from minisgl.server.api.answers.answer import Answer
 from minisgl.server.api.http.errors import ApiError, invalid
 from minisgl.server.api.http.gates import owner_of
+from minisgl.server.api.http.middleware import hold_bytes
 from minisgl.server.api.responses.body import ResponsesBody
 from minisgl.server.api.responses.history import History, ItemList
 from minisgl.server.api.responses.job import PreparedResponse, prepare_response, truncate_to_fit
@@ -103,7 +105,8 @@ class ResponsesRoutes(Routes):
         return json_response(page)
 
     def _history(self, request: Request) -> History:
-        return History(self._service.responses, owner_of(request, self._service.config.http))
+        owner = owner_of(request, self._service.config.http)
+        return History(self._service.responses, owner, partial(hold_bytes, request))
 
     async def _truncated(self, prepared: PreparedResponse) -> PreparedResponse:
         """Return the request with as many turns as the context holds, and a warning if some are left out."""
