@@ -105,6 +105,8 @@ def test_a_reranker_limits_documents_and_makes_no_embeddings(start_server: Start
     reranker = start_server(pooling=RERANKER)
     large = {"query": "q" * 20_000, "documents": ["d"] * 1000}
     assert refusal(reranker.post("/rerank", json=large)) == (400, "documents")
+    instructed = {"query": "q", "instruction": "i" * 20_000, "documents": ["d"] * 1000}
+    assert refusal(reranker.post("/rerank", json=instructed)) == (400, "documents")
     assert refusal(reranker.post("/v1/embeddings", json={"input": "a"})) == (400, None)
 
 

@@ -15,7 +15,7 @@ from minisgl.server.api.pooling.bodies import PairsBody, PoolingBody
 from minisgl.server.api.requests.open_request import Job
 
 MAX_INPUTS = 2048  # inputs of a request, as OpenAI has it
-MAX_PAIR_CHARS = 16 * 1024 * 1024  # characters of all queries, which each pair carries
+MAX_PAIR_CHARS = 16 * 1024 * 1024  # characters of all queries and instructions; each pair has both
 
 
 def vectors_job(value: Any, body: PoolingBody, limits: Limits) -> Job:
@@ -56,10 +56,11 @@ def pairs_job(
 
 def _reranking_job(queries: Sequence[str], documents: Sequence[str], name: str, body: PairsBody) -> Job:
     check_count(name, len(documents))
-    if sum(map(len, queries)) > MAX_PAIR_CHARS:
+    if sum(map(len, queries)) + len(body.task or "") * len(queries) > MAX_PAIR_CHARS:
         raise InvalidRequest(
             name,
-            f"{name}: with the query of each they have more than {MAX_PAIR_CHARS} characters: send fewer at a time",
+            f"{name}: with the query and the instruction of each they have more than {MAX_PAIR_CHARS} characters: "
+            "send fewer at a time",
         )
     if body.truncation_side == "left":
         raise InvalidRequest("truncation_side", "truncation_side: the document of a pair is cut at its end")
