@@ -466,3 +466,30 @@ def test_unknown_fields_are_logged_once(caplog: pytest.LogCaptureFixture) -> Non
         fields.log({f"field{index}" for index in range(300)})
         fields.log({"another"})
     assert len(caplog.records) == MAX_LOGGED, "the log is bounded too"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"model": "\U0010ffff" * 100_000}, "model"),
+        (
+            {
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": {"properties": {"p" * 10**6: 1}}}}
+                ]
+            },
+            "tools",
+        ),
+        ({"metadata": {"k" * 10**6: 2**70}}, "metadata"),
+        ({"structured_outputs": {"s" * 10**6: 1}}, "structured_outputs"),
+    ],
+)
+def test_an_error_does_not_repeat_a_name_of_any_length(
+    server: RunningServer, fields: dict[str, Any], param: str
+) -> None:
+    """A model's name of 8 MB was answered with 23 MB."""
+    response = server.post(CHAT, json={"messages": HELLO} | fields)
+    error = response.json()["error"]
+    assert error["param"].startswith(param)
+    assert error["message"].removeprefix("the ").startswith(param)
+    assert len(response.content) < 20_000

@@ -14,6 +14,8 @@ from minisgl.sampling_params import CONTEXT_LENGTH_EXCEEDED, InvalidRequest
 from minisgl.server.api.http.request_head import speaks_anthropic
 
 RETRY_AFTER_SECONDS = 1
+MAX_CHARS = 8192  # of an error's message: a name that the client made may be as long as a body
+MAX_PARAM_CHARS = 1024
 NOT_FINITE = "the model's logits are NaN or infinite, so no token can be chosen"
 NO_RETRY = {"x-should-retry": "false"}  # the same request would end in the same way
 
@@ -65,9 +67,10 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        message = _cut(message, MAX_CHARS)
         super().__init__(message)
         self.status = status
-        self.detail = ErrorDetail(message, type, param, code)
+        self.detail = ErrorDetail(message, type, None if param is None else _cut(param, MAX_PARAM_CHARS), code)
         # OpenAI's clients repeat a request after these, unless they are told not to.
         retryable = status in (408, 409, 429) or status >= 500
         self.headers = {**(headers or {}), **({} if retryable else NO_RETRY)}
@@ -91,6 +94,10 @@ class ApiError(Exception):
         if not speaks_anthropic(scope):
             return self.body()
         return self.anthropic_body(scope.get("state", {}).get("request_id", ""))
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[:length]}..."
 
 
 def invalid(param: str | None, message: str, code: str | None = None) -> ApiError:
@@ -146,7 +153,7 @@ def head_too_large(limit: int) -> ApiError:
 
 
 def model_not_found(model: str) -> ApiError:
-    return ApiError(404, f"the model {model!r} does not exist", param="model", code="model_not_found")
+    return ApiError(404, f"the model {model[:MAX_PARAM_CHARS]!r} does not exist", param="model", code="model_not_found")
 
 
 def _unavailable(message: str, code: str) -> ApiError:
