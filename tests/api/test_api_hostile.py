@@ -183,6 +183,18 @@ def test_a_whole_answer_with_many_log_probabilities_does_not_stop_the_streams(
     assert 0 < turns.of(server) < LONGEST_TURN
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_log_probabilities_of_a_long_prompt_do_not_stop_other_streams(
+    start_server: Callable[..., RunningServer], turns: Turns, path: str
+) -> None:
+    prompt = "w " * 100_000
+    body = {"prompt": prompt} if path == COMPLETIONS else {"messages": [{"role": "user", "content": prompt}]}
+    server = start_server()
+    with server.stream(path, json=body | {"prompt_logprobs": 2, "stream": True, "max_tokens": 2}) as response:
+        assert b'"rank":1' in response.read()
+    assert 0 < turns.of(server) < LONGEST_TURN
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

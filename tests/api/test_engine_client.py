@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
 from minisgl.message.to_api import Accepted, OutputDelta, OutputDeltas, Refused
 from minisgl.message.to_tokenizer import Generate, TextPrompt, ToTokenizer
-from minisgl.message.types import Abort, ProcessCounts, StatsReport, StatsRequest, TextOptions, pack_ids
+from minisgl.message.types import (
+    Abort,
+    PositionLogprobs,
+    ProcessCounts,
+    StatsReport,
+    StatsRequest,
+    TextOptions,
+    TokenLogprob,
+    pack_ids,
+)
 from minisgl.sampling_params import SamplingParams
 from minisgl.seeds import choice_seed
 from minisgl.server.api.http.errors import ApiError
+from minisgl.server.api.requests import open_request
 from minisgl.server.api.requests.engine_client import MAX_OPTION_BYTES, PROMPTS_A_TURN, EngineClient
 from minisgl.server.api.requests.open_request import ClientGone, Delta, Job
 
@@ -30,8 +41,10 @@ def make(num_tokenizers: int = 1, max_sequences: int = 100) -> tuple[EngineClien
     return EngineClient(outboxes, max_sequences), outboxes
 
 
-def job(*prompts: str, n: int = 1) -> Job:
-    return Job(SamplingParams(), TextOptions(), prompts=[TextPrompt(text) for text in prompts or ("hello",)], n=n)
+def job(*prompts: str, n: int = 1, **sampling: Any) -> Job:
+    return Job(
+        SamplingParams(**sampling), TextOptions(), prompts=[TextPrompt(text) for text in prompts or ("hello",)], n=n
+    )
 
 
 def piece(seq_id: int, text: str, finish: str | None = None) -> OutputDeltas:
@@ -50,6 +63,8 @@ class Reader:
         self.taken: list[list[tuple[int, str, str | None]]] = []
         self.not_behind = asyncio.Event()
         self.not_behind.set()
+        self.in_thread: list[list[int]] = []  # numbers of log-probabilities of prompts
+        self.taking, self.may_end = asyncio.Event(), asyncio.Event()  # in a thread
 
     @property
     def is_behind(self) -> bool:
@@ -62,6 +77,11 @@ class Reader:
         self.taken.append([(delta.index, delta.text, delta.finish) for delta in deltas])
         if self.taken[-1][0][1] == "bug":
             raise ValueError("what a writer of events may raise")
+
+    async def take_in_thread(self, deltas: Iterable[Delta]) -> None:
+        self.in_thread.append([len(delta.prompt_logprobs) for delta in deltas])
+        self.taking.set()
+        await self.may_end.wait()
 
     def take_taken(self) -> list[list[tuple[int, str, str | None]]]:
         taken, self.taken = self.taken, []
@@ -98,6 +118,68 @@ def test_a_slow_reader_gets_one_merged_delta_per_choice() -> None:
             assert reader.taken == [[(1, "", "length")]]
             assert (request.prompt_tokens, request.completion_tokens) == (2, 12)
         assert idle(client)
+
+    asyncio.run(main())
+
+
+def scored(seq_id: int, prompt: int = 0, tokens: int = 0) -> OutputDeltas:
+    """Output with log-probabilities of so many tokens of the prompt and of the answer."""
+    position = PositionLogprobs(TokenLogprob(1, b"a", -1.0), 1, [])
+    ids = pack_ids([1] * tokens)
+    return OutputDeltas(
+        [OutputDelta(seq_id, ids, "a", logprobs=[position] * tokens, prompt_logprobs=[position] * prompt)]
+    )
+
+
+def test_log_probabilities_of_a_prompt_are_written_in_a_thread_and_in_order() -> None:
+    async def main() -> None:
+        client, _ = make()
+        with client.open(job(prompt_logprobs=5)) as request:
+            (sequence,) = request.seq_ids
+            reader = Reader()
+            client.dispatch([Accepted([sequence], pack_ids([5, 6, 7]))])
+            streaming = asyncio.create_task(request.stream_to(reader))
+            await asyncio.sleep(0)
+            client.dispatch([scored(sequence, prompt=2)])
+            await reader.taking.wait()
+            client.dispatch([piece(sequence, "b")])
+            client.dispatch([piece(sequence, "c", "stop")])
+            await asyncio.sleep(0)
+            assert (reader.in_thread, reader.taken) == ([[2]], []), "the thread has not ended"
+            reader.may_end.set()
+            await streaming
+            assert (reader.in_thread, reader.taken) == ([[2]], [[(0, "bc", "stop")]])
+        assert idle(client)
+
+    asyncio.run(main())
+
+
+def test_log_probabilities_that_are_held_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_request, "MAX_LOGPROBS", 100)
+    monkeypatch.setattr(open_request, "MAX_LOGPROBS_IN_ALL", 150)
+
+    async def main() -> None:
+        client, _ = make()
+        with client.open(job(prompt_logprobs=4)) as first, client.open(job(logprobs=1)) as second:
+            client.dispatch([Accepted([one.seq_ids[0]], pack_ids([5])) for one in (first, second)])
+            client.dispatch([scored(first.seq_ids[0], prompt=20), scored(second.seq_ids[0], tokens=25)])
+            assert [one.has_failed for one in (first, second)] == [False, False]
+            client.dispatch([scored(second.seq_ids[0], tokens=1)])
+            with pytest.raises(ApiError, match="holds 150 log-probabilities") as overloaded:
+                await second.complete()
+            assert overloaded.value.status == 503
+        with client.open(job(prompt_logprobs=4)) as large, client.open(job(logprobs=9)) as streamed:
+            client.dispatch([Accepted([one.seq_ids[0]], pack_ids([5])) for one in (large, streamed)])
+            streaming = asyncio.create_task(streamed.stream_to(Reader()))
+            for _ in range(20):  # what has been written is no longer held
+                await asyncio.sleep(0)
+                client.dispatch([scored(streamed.seq_ids[0], tokens=9)])
+            client.dispatch([scored(large.seq_ids[0], prompt=21)])
+            with pytest.raises(ApiError, match="prompt_logprobs of this answer are more than 100") as refused:
+                await large.complete()
+            assert refused.value.status == 400
+            client.dispatch([piece(streamed.seq_ids[0], "", "stop")])
+            await streaming
 
     asyncio.run(main())
 

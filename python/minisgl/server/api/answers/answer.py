@@ -115,8 +115,15 @@ class EventStream:
         await self._body.caught_up()
 
     def take(self, deltas: Iterable[Delta]) -> None:
-        if data := b"".join([self._writer.events(delta) for delta in deltas]):
+        if data := self._events(deltas):
             self._body.write(data)
+
+    async def take_in_thread(self, deltas: Iterable[Delta]) -> None:
+        if data := await asyncio.to_thread(self._events, deltas):
+            self._body.write(data)
+
+    def _events(self, deltas: Iterable[Delta]) -> bytes:
+        return b"".join([self._writer.events(delta) for delta in deltas])
 
 
 class Answer:

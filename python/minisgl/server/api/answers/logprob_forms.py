@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import msgspec
 
@@ -92,13 +92,16 @@ def chat_logprobs(positions: Sequence[PositionLogprobs]) -> ChatLogprobs:
 
 
 def prompt_logprobs(positions: Sequence[PositionLogprobs], top: int) -> PromptLogprobs:
-    """Return vLLM's form: for each token of the prompt, itself and its alternatives by id; None for the first token."""
+    """Return vLLM's form: for each token of the prompt, itself and its alternatives by id; None for the first token.
+
+    Each token's part is encoded to JSON here, because a prompt of 100k tokens may have two million alternatives: the
+    objects would take four times the memory, and encoding them in one call would hold the GIL for half a second.
+    """
     found: PromptLogprobs = [None]
     for position in positions:
         ranked = [*enumerate(position.top[:top], start=1), (position.rank, position.chosen)]
-        found.append(
-            {str(token.token): PromptLogprob(value(token), rank, token_text(token.text)) for rank, token in ranked}
-        )
+        part = {str(token.token): PromptLogprob(value(token), rank, token_text(token.text)) for rank, token in ranked}
+        found.append(cast(dict[str, PromptLogprob], msgspec.Raw(msgspec.json.encode(part))))
     return found
 
 

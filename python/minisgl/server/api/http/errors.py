@@ -171,6 +171,12 @@ def too_many_bytes(limit: int) -> ApiError:
     return _unavailable(f"the server holds {limit} bytes of requests, as many as it may; try again later", "overloaded")
 
 
+def too_many_logprobs(limit: int) -> ApiError:
+    """Return the error if all answers together hold too many log-probabilities, until others have been written."""
+    held = f"the server holds {limit} log-probabilities of answers, as many as it may"
+    return _unavailable(f"{held}; ask for fewer at a time, or for a stream", "overloaded")
+
+
 def store_failed() -> ApiError:
     """Return the error if stored responses cannot be read or deleted, for instance because the disk is full."""
     return _unavailable("the stored responses cannot be accessed at the moment", "response_store_failed")

@@ -17,8 +17,12 @@ from minisgl.core import FinishReason
 from minisgl.message.to_api import Accepted, Echo, OutputDelta
 from minisgl.message.to_tokenizer import GenerateOptions, Prompt
 from minisgl.message.types import PackedIds, PositionLogprobs, num_ids, unpack_ids
-from minisgl.server.api.http.errors import generation_error
+from minisgl.sampling_params import InvalidRequest
+from minisgl.server.api.http.errors import generation_error, invalid_request, too_many_logprobs
 from minisgl.server.api.metrics import RequestMetrics, SequenceClock
+
+MAX_LOGPROBS = 2**24  # that a request may hold until they are written: 2 GB, and half as much for its answer
+MAX_LOGPROBS_IN_ALL = 2**25
 
 
 class Delta:
@@ -121,11 +125,32 @@ class Sink(Protocol):
     def take(self, deltas: Iterable[Delta]) -> None:
         """Write the deltas, at most one of each choice."""
 
+    async def take_in_thread(self, deltas: Iterable[Delta]) -> None:
+        """Write deltas that take long to write, while the event loop goes on. It must not be given others meanwhile."""
+
+
+class LogprobBudget:
+    """Log-probabilities that all open requests hold until they are written; each takes some 120 bytes.
+
+    Their number is not known before they come: a request of 8 MB may get a hundred million from its prompts.
+    """
+
+    def __init__(self) -> None:
+        self.held = 0
+
 
 class OpenRequest:
     """One HTTP request, from its admission to the end of its answer."""
 
-    def __init__(self, job: Job, first_seq_id: int, tokenizer: int, metrics: RequestMetrics, request_id: str) -> None:
+    def __init__(
+        self,
+        job: Job,
+        first_seq_id: int,
+        tokenizer: int,
+        metrics: RequestMetrics,
+        request_id: str,
+        logprobs: LogprobBudget,
+    ) -> None:
         self.job = job
         self.id = request_id  # in logs and traces
         self.seq_ids = range(first_seq_id, first_seq_id + job.num_choices)
@@ -138,6 +163,8 @@ class OpenRequest:
         self.echoes: dict[int, Echo] = {}  # by prompt, if the job asks for echoes
         now = time.perf_counter()
         self.clocks = [SequenceClock(metrics, now) for _ in self.seq_ids]
+        self._logprobs = logprobs
+        self._held_logprobs = 0  # of `logprobs`
         self._num_accepted = 0
         self._num_finished = 0
         self._cached_tokens: dict[int, int] = {}  # by prompt: the least among its choices, which the first one has
@@ -162,7 +189,13 @@ class OpenRequest:
         await self._until(OpenRequest._is_pending_or_over)
         while self._pending:
             await sink.caught_up()
-            self._give_to(sink)
+            if self._has_prompt_logprobs():
+                self._sink, pending, self._pending = None, self._pending, {}
+                await sink.take_in_thread(pending.values())
+                self._sink = sink
+                self.release_logprobs()
+            else:
+                self._give_to(sink)
             await self._until(OpenRequest._is_pending_or_over)
 
     async def complete(self) -> list[Delta]:
@@ -209,6 +242,8 @@ class OpenRequest:
         if delta is None:
             delta = self._pending[index] = Delta(index, self.job.sampling.stop_token_ids)
         delta.add(output)
+        if output.logprobs or output.prompt_logprobs:
+            self._hold_logprobs(output)
         self.completion_tokens += num_ids(output.ids)
         if output.finish is not None:
             prompt = index // self.job.n
@@ -222,7 +257,7 @@ class OpenRequest:
     def deliver(self) -> None:
         """Give the sink the pending output, or wake the reader if what it waits for is there."""
         sink = self._sink
-        if sink is not None and self._failure is None and not sink.is_behind:
+        if sink is not None and self._failure is None and not sink.is_behind and not self._has_prompt_logprobs():
             self._give_to(sink)
         self._wake()
 
@@ -235,6 +270,25 @@ class OpenRequest:
     def aborted(self, seq_id: int) -> None:
         """Count a choice that was aborted."""
         self.clocks[seq_id - self.seq_ids.start].end("abort", time.perf_counter())
+
+    def release_logprobs(self) -> None:
+        """Count the log-probabilities that came up to now as written."""
+        self._logprobs.held -= self._held_logprobs
+        self._held_logprobs = 0
+
+    def _hold_logprobs(self, output: OutputDelta) -> None:
+        """Count the log-probabilities of an output; the request fails if it or all requests hold too many."""
+        sampling = self.job.sampling
+        count = len(output.logprobs) * (1 + (sampling.logprobs or 0))
+        count += len(output.prompt_logprobs) * (1 + (sampling.prompt_logprobs or 0))
+        self._held_logprobs += count
+        self._logprobs.held += count
+        if self._held_logprobs > MAX_LOGPROBS:
+            field = "prompt_logprobs" if output.prompt_logprobs else "logprobs"
+            text = f"{field} of this answer are more than {MAX_LOGPROBS}: ask for fewer at a time, or for a stream"
+            self.fail(invalid_request(InvalidRequest(field, text), self.field_names(output.seq_id)))
+        elif self._logprobs.held > MAX_LOGPROBS_IN_ALL:
+            self.fail(too_many_logprobs(MAX_LOGPROBS_IN_ALL))
 
     def field_names(self, seq_id: int) -> dict[str, str]:
         """Return our name of a field -> the client's, for errors about this sequence."""
@@ -257,8 +311,14 @@ class OpenRequest:
     def _is_complete(self) -> bool:
         return self._num_finished == len(self.seq_ids) and self._is_accepted()
 
+    def _has_prompt_logprobs(self) -> bool:
+        """Return True if a pending delta has log-probabilities of its prompt, which may take seconds to write."""
+        asked = self.job.sampling.prompt_logprobs is not None
+        return asked and any(delta.prompt_logprobs for delta in self._pending.values())
+
     def _give_to(self, sink: Sink) -> None:
         pending, self._pending = self._pending, {}
+        self.release_logprobs()
         try:
             if pending:
                 sink.take(pending.values())
