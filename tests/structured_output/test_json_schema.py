@@ -215,6 +215,15 @@ def is_allowed(schema: Any, text: str, *, closed: bool = False) -> bool:
     return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
 
 
+def test_names_of_hosts_have_at_most_253_characters() -> None:
+    longest = ".".join(["a" * 63] * 3 + ["a" * 61])
+    many = ".".join(["a"] * 127)
+    for name, allowed in ((longest, True), (f"{longest}a", False), (many, True), (f"{many}.a", False), ("a-b.c", True)):
+        for schema in ({"type": "string", "format": "hostname"}, {"format": "hostname", "maxLength": 1000}):
+            assert is_allowed(schema, json.dumps(name)) == allowed, name
+    assert not is_allowed({"format": "hostname", "maxLength": 4}, '"a-b.c"')
+
+
 def test_days_of_all_months() -> None:
     for year in (1, 1900, 2000, 2023, 2024, 9999):
         for month in range(1, 13):

@@ -1,7 +1,8 @@
 r"""Prepares JSON schemas for llguidance: checks bounds, and replaces keywords that llguidance follows too loosely.
 
 llguidance itself refuses the keywords that it cannot follow, and what it accepts must be followed exactly. So formats
-of dates and times become patterns with the right lengths of months and no leap seconds. An exclusive bound at a whole
+of dates and times become patterns with the right lengths of months and no leap seconds, and names of hosts get a
+largest length. An exclusive bound at a whole
 number, which llguidance sometimes treats as inclusive, becomes an inclusive bound a millionth away. llguidance reads
 numbers as doubles, the last digit of long ones inexactly, and refuses large bounds. So the bound of an integer becomes
 one that a double holds, any other bound one of 15 digits, within the schema's bounds and LARGEST_BOUND; `const` and
@@ -48,6 +49,7 @@ _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-
 LARGEST_BOUND = 92 * 10**17  # below 2^63, where llguidance refuses to count
 MAX_EXACT = 2**53  # doubles hold all integers up to this one
 MAX_DIGITS = 15  # digits of a number that llguidance reads and writes as it is
+MAX_HOSTNAME_CHARS = 253  # RFC 1123; llguidance limits the parts of the name only
 MAX_EXPONENT = 22  # of a number's last digit: doubles hold larger powers of ten inexactly
 NEAREST = "0.000001"  # distance from an exclusive bound to the inclusive one that replaces it
 # Characters that JSON cannot write without \u, as themselves and, outside of classes, in regular expressions.
@@ -109,7 +111,7 @@ def _finite(digits: str) -> float:
 
 def _integer(digits: str) -> int:
     if len(digits) > MAX_INTEGER_CHARS or not -(2**63) <= (number := int(digits)) < 2**64:
-        raise ValueError(f"the integer {digits[:40]} does not fit 64 bits")
+        raise ValueError(f"the integer {digits[:40]} does not fit 64 bits (-2^63 to 2^64 - 1)")
     return number
 
 
@@ -144,6 +146,9 @@ def _prepare(schema: dict[str, Any], field: str) -> dict[str, Any]:
     _check_divisor(schema.get("multipleOf"), field)
     _check_min_properties(schema, field)
     _narrow_bounds(prepared, is_integer=schema.get("type") == "integer")
+    if schema.get("format") == "hostname":
+        longest = schema.get("maxLength")
+        prepared["maxLength"] = min(longest, MAX_HOSTNAME_CHARS) if _is_number(longest) else MAX_HOSTNAME_CHARS
     pattern = EXACT_FORMATS.get(schema["format"]) if isinstance(schema.get("format"), str) else None
     if pattern is not None:
         del prepared["format"]
