@@ -303,3 +303,4 @@ def test_numbers_that_would_not_survive_are_named(text: str, path: str | None) -
     with pytest.raises(ApiError) as caught:
         check_numbers(fields)
     assert caught.value.detail.param == path
+    assert "-2^63 to 2^63 - 1" in caught.value.detail.message or "out of range" in caught.value.detail.message

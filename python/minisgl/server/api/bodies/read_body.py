@@ -193,7 +193,7 @@ def _refuse_number(value: Mapping[str, Any] | list[Any], path: str) -> None:
     kinds = set(map(type, items))
     if not _integers_fit(items, kinds):
         key = next(key for key, item in pairs if type(item) is int and not -(2**63) <= item < 2**63)
-        raise invalid(f"{path}{key}", f"{path}{key}: the integer does not fit 64 bits")
+        raise invalid(f"{path}{key}", f"{path}{key}: the integer does not fit 64 bits (-2^63 to 2^63 - 1)")
     if not _floats_are_finite(items, kinds):
         key = next(key for key, item in pairs if type(item) is float and math.isinf(item))
         raise invalid(f"{path}{key}", f"{path}{key}: the number is out of range")
