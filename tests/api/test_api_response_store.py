@@ -381,6 +381,26 @@ def test_what_is_read_from_the_store_counts_like_bodies(
     assert server.get(f"{PATH}/{first}").status_code == 200
 
 
+def test_tools_that_each_response_repeats_do_not_end_a_conversation(file: Path) -> None:
+    """With 40 tools of 100 values, a conversation was too long after 16 responses."""
+    store = ResponseStore(str(file), 100_000_000, max_read_bytes=100_000)
+    tools = [{"name": f"t{number}", "parameters": ["x"] * 100} for number in range(40)]
+
+    async def converse() -> None:
+        previous = None
+        for number in range(60):
+            plain = entry(number, previous=previous)
+            response = json.dumps({"tools": tools} | json.loads(plain.response))
+            await store.put(Entry(plain.id, plain.owner, previous, plain.input, response.encode()))
+            previous = plain.id
+        assert len(await store.conversation(entry(29).id, "me", held)) == 60
+        with pytest.raises(TooMuchStored):  # eight times as many bytes have been read as a conversation may have
+            await store.conversation(entry(59).id, "me", held)
+
+    asyncio.run(converse())
+    store.close()
+
+
 def test_a_file_that_is_no_store_is_refused(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("x" * 10_000)

@@ -39,6 +39,7 @@ Hold = Callable[[int], None]  # counts bytes that a request holds in memory, and
 # Id of an output item, or with an `i` of an input item; the 32 digits are its response's.
 ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_i?[0-9]{1,6}")
 VERSION = 1  # version of the tables, in the file's user_version
+READ_FACTOR = 8  # bytes that may be read for each byte of a conversation: its responses repeat their tools
 BUSY_SECONDS = 10.0  # to wait while another process writes the same file
 # The total is kept by triggers: adding up a million responses takes 40 ms, for each one that is stored.
 _SCHEMA = """
@@ -264,18 +265,30 @@ class ResponseStore:
                 yield self._get(id, owner)
 
     def _items(self, entries: Iterator[Entry], *, outputs_of_all: bool) -> tuple[list[Item], int]:
-        """Return the items of entries and the entries' bytes.
+        """Return the items of entries and their bytes.
 
-        The entries come newest first; the newest one's output is returned only if `outputs_of_all`.
+        The entries come newest first; the newest one's output is returned only if `outputs_of_all`. Only inputs and
+        outputs count against the limits.
         """
         bound = _ReadBound(self._max_read_bytes)
         found: list[list[Item]] = []
+        num_read = 0
         for number, entry in enumerate(entries):
+            num_read += len(entry.input) + len(entry.response)
+            if num_read > READ_FACTOR * self._max_read_bytes:
+                raise TooMuchStored
             bound.add(entry.input)
-            bound.add(entry.response)
+            output = msgspec.json.decode(entry.response, type=_Output).output
+            bound.add(output)
             items: list[Item] = msgspec.json.decode(entry.input)
-            found.append(items + msgspec.json.decode(entry.response)["output"] if number or outputs_of_all else items)
+            found.append(items + msgspec.json.decode(output) if number or outputs_of_all else items)
         return list(chain.from_iterable(reversed(found))), bound.num_bytes
+
+
+class _Output(msgspec.Struct):
+    """Part of a stored response that belongs to a conversation: the tools and instructions around it do not."""
+
+    output: msgspec.Raw
 
 
 class _ReadBound:
@@ -286,8 +299,9 @@ class _ReadBound:
         self.num_bytes = 0
         self._scan = BodyScan(MAX_ITEMS)
 
-    def add(self, data: bytes) -> None:
+    def add(self, data: bytes | msgspec.Raw) -> None:
         """Count a JSON value; TooMuchStored if there are more bytes or values than allowed."""
+        data = bytes(data)
         self.num_bytes += len(data)
         if self.num_bytes > self._max_bytes:
             raise TooMuchStored
