@@ -59,7 +59,8 @@ def idle(client: EngineClient) -> bool:
 class Reader:
     """A sink that records what it receives, and can be made slow."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_logprobs: bool = False) -> None:
+        self.keeps_logprobs = keeps_logprobs
         self.taken: list[list[tuple[int, str, str | None]]] = []
         self.not_behind = asyncio.Event()
         self.not_behind.set()
@@ -180,6 +181,15 @@ def test_log_probabilities_that_are_held_are_bounded(monkeypatch: pytest.MonkeyP
             assert refused.value.status == 400
             client.dispatch([piece(streamed.seq_ids[0], "", "stop")])
             await streaming
+        with client.open(job(logprobs=9)) as kept:  # the last events will repeat them
+            client.dispatch([Accepted([kept.seq_ids[0]], pack_ids([5]))])
+            streaming = asyncio.create_task(kept.stream_to(Reader(keeps_logprobs=True)))
+            for tokens in (5, 5, 1):
+                await asyncio.sleep(0)
+                assert not kept.has_failed
+                client.dispatch([scored(kept.seq_ids[0], tokens=tokens)])
+            with pytest.raises(ApiError, match="logprobs of this answer are more than 100"):
+                await streaming
 
     asyncio.run(main())
 

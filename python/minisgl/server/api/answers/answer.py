@@ -51,6 +51,7 @@ class Writer(ABC):
 
     stream_end: ClassVar[bytes] = b"data: [DONE]\n\n"
     in_thread: ClassVar[bool] = False  # True if `body` takes so long that it must run in a thread
+    keeps_logprobs: ClassVar[bool] = False  # True if later events of a stream repeat its log-probabilities
     id: str  # id of the answer
 
     def begin(self, request: OpenRequest) -> None:
@@ -106,6 +107,10 @@ class EventStream:
     def __init__(self, writer: Writer, body: StreamBody) -> None:
         self._writer = writer
         self._body = body
+
+    @property
+    def keeps_logprobs(self) -> bool:
+        return self._writer.keeps_logprobs
 
     @property
     def is_behind(self) -> bool:

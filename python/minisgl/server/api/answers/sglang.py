@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -82,6 +82,8 @@ class SglangAnswer(msgspec.Struct, frozen=True):
 
 class SglangWriter(Writer):
     """Writes SGLang's answers; each event of a stream has the whole answer so far."""
+
+    keeps_logprobs: ClassVar[bool] = True
 
     def __init__(self, body: SglangBody) -> None:
         self.id = body.rid or uuid.uuid4().hex

@@ -116,6 +116,10 @@ class Sink(Protocol):
     """Reader of a stream, which is given each delta as it comes."""
 
     @property
+    def keeps_logprobs(self) -> bool:
+        """True if it keeps the log-probabilities that it has taken."""
+
+    @property
     def is_behind(self) -> bool:
         """True if it cannot take more at the moment."""
 
@@ -193,7 +197,7 @@ class OpenRequest:
                 self._sink, pending, self._pending = None, self._pending, {}
                 await sink.take_in_thread(pending.values())
                 self._sink = sink
-                self.release_logprobs()
+                self._written_to(sink)
             else:
                 self._give_to(sink)
             await self._until(OpenRequest._is_pending_or_over)
@@ -272,7 +276,7 @@ class OpenRequest:
         self.clocks[seq_id - self.seq_ids.start].end("abort", time.perf_counter())
 
     def release_logprobs(self) -> None:
-        """Count the log-probabilities that came up to now as written."""
+        """Count the log-probabilities that came up to now as no longer held."""
         self._logprobs.held -= self._held_logprobs
         self._held_logprobs = 0
 
@@ -318,12 +322,16 @@ class OpenRequest:
 
     def _give_to(self, sink: Sink) -> None:
         pending, self._pending = self._pending, {}
-        self.release_logprobs()
         try:
             if pending:
                 sink.take(pending.values())
+                self._written_to(sink)
         except Exception as error:  # fails this request, not the task that handles all messages
             self.fail(error)
+
+    def _written_to(self, sink: Sink) -> None:
+        if not sink.keeps_logprobs:
+            self.release_logprobs()
 
     async def _until(self, condition: Callable[[OpenRequest], bool]) -> None:
         """Wait for the condition, or raise the failure."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -16,6 +16,7 @@ from msgspec.json import encode
 
 from minisgl.parsers.streaming import Content
 from minisgl.server.api.answers.answer import Usage, Writer, named_event, usage_of
+from minisgl.server.api.answers.logprob_forms import ChatLogprob, ChatLogprobs
 from minisgl.server.api.answers.parsed_choice import ChatOptions, ParsedChoice
 from minisgl.server.api.http.errors import ApiError
 from minisgl.server.api.requests.open_request import Delta, OpenRequest
@@ -122,6 +123,7 @@ class ResponsesWriter(Writer):
     """Writes one response."""
 
     stream_end: ClassVar[bytes] = b""
+    keeps_logprobs: ClassVar[bool] = True
 
     def __init__(self, begun: Response, options: ChatOptions, keep: Keep | None, *, seals_reasoning: bool) -> None:
         """`begun`: the response before it has any output; `keep` stores the response once it has ended."""
@@ -199,7 +201,7 @@ class ResponsesWriter(Writer):
                 self._choice.take_logprobs()  # log-probabilities of reasoning and calls belong to no text
             for event in events:
                 logprobs = self._choice.take_logprobs()
-                found = [] if logprobs is None or not isinstance(event, Content) else logprobs.content
+                found = [] if logprobs is None or not isinstance(event, Content) else _encoded(logprobs)
                 yield from self._output.take(event, found)
         if delta.finish is not None:
             self._is_complete = delta.finish == "stop"
@@ -226,3 +228,8 @@ class ResponsesWriter(Writer):
             OutputTokensDetails(reasoning_tokens),
             usage.total_tokens,
         )
+
+
+def _encoded(logprobs: ChatLogprobs) -> list[ChatLogprob]:
+    """Return log-probabilities as JSON: five events repeat them, the last four at the end of the text, all at once."""
+    return [cast(ChatLogprob, msgspec.Raw(encode(one))) for one in logprobs.content]
