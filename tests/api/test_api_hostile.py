@@ -243,6 +243,29 @@ def test_large_bodies_that_are_held_together_are_bounded(
         assert server.post(COMPLETIONS, json=large).status_code == 200
 
 
+def test_small_bodies_that_are_held_together_are_bounded(
+    start_server: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of clients that send 60 KB and then no more held what no budget counted."""
+    monkeypatch.setattr("minisgl.server.api.http.middleware.MAX_SMALL_BYTES", 150_000)
+    server = start_server()
+    small = {"prompt": "hold " + "x" * 60_000}
+    clients = [RawClient(server.port) for _ in range(2)]
+    for client in clients:
+        client.post(COMPLETIONS, small, cut=10)
+    refused = wait_for_refusal(server, small)
+    assert (refused.json()["error"]["code"], "150000 bytes" in refused.text) == ("overloaded", True)
+    assert server.post(COMPLETIONS, json={"prompt": "a"}).status_code == 200
+    for client in clients:
+        client.leave()
+    large = {"prompt": "say []" + " " * 1_000_000}  # its first 64 KiB have room again
+    for _ in range(100):
+        if server.post(COMPLETIONS, json=large).status_code == 200:
+            break
+    else:
+        raise AssertionError("what left is still counted")
+
+
 def wait_for_refusal(server: RunningServer, body: dict[str, Any]) -> Any:
     """The answer of a server that holds enough, once the last piece that it can hold has arrived."""
     for _ in range(100):

@@ -20,6 +20,7 @@ NO_ANSWER = 499  # logged as the status if the client left before its answer beg
 MAX_PATH = 200  # characters
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,256}")
 SMALL_BODY = 64 * 1024  # bytes
+MAX_SMALL_BYTES = 2**30  # of the first SMALL_BODY bytes of all requests: more than as many as may run and wait have
 
 
 class AccessLogMiddleware:
@@ -112,26 +113,29 @@ class BodyBudgetMiddleware:
     """Bounds the bytes of all bodies that are held, from their arrival until their requests are answered.
 
     What is read from the store for a request counts like its body: see `hold_bytes`. The first SMALL_BODY bytes of each
-    request are not counted, so that ordinary requests are served while large ones wait.
+    request have a budget of their own, so that ordinary requests are served while large ones wait.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
         self._max_bytes = max_bytes
-        self._held = 0
+        self._small = 0  # bytes held of the first SMALL_BODY bytes of each request
+        self._large = 0  # of the others
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        size = counted = 0
+        size = 0
 
         def hold(count: int) -> None:
-            nonlocal size, counted
+            nonlocal size
+            small = min(size + count, SMALL_BODY) - min(size, SMALL_BODY)
+            large = count - small
+            if self._small + small > MAX_SMALL_BYTES:
+                raise too_many_bytes(MAX_SMALL_BYTES)
+            if self._large + large > self._max_bytes:
+                raise too_many_bytes(self._max_bytes)
             size += count
-            more = max(0, size - SMALL_BODY) - counted
-            if more:
-                if self._held + more > self._max_bytes:
-                    raise too_many_bytes(self._max_bytes)
-                self._held += more
-                counted += more
+            self._small += small
+            self._large += large
 
         async def receive_counted() -> Message:
             message = await receive()
@@ -142,7 +146,8 @@ class BodyBudgetMiddleware:
         try:
             await self._app(scope, receive_counted, send)
         finally:
-            self._held -= counted
+            self._small -= min(size, SMALL_BODY)
+            self._large -= max(0, size - SMALL_BODY)
 
 
 def hold_bytes(connection: HTTPConnection, count: int) -> None:
