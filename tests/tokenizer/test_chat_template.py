@@ -149,6 +149,17 @@ def test_template_that_raises(source: str) -> None:
     assert "alternate" not in source or "roles must alternate" in caught.value.message
 
 
+def test_a_template_that_fails_again_and_again_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Each failure wrote a traceback, and each request of a client can fail."""
+    templates = tokenizer_with("{{ 1 / messages[0].content }}").templates
+    for _ in range(50):
+        with pytest.raises(InvalidRequest):
+            templates.render([USER])
+    told = [record for record in caplog.records if "fails" in record.getMessage()]
+    assert 1 <= len(told) < 25
+    assert told[0].exc_info is not None
+
+
 @pytest.mark.parametrize(
     "source",
     [

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
+import time
 from collections.abc import Iterable
 from itertools import chain
 from typing import Any
@@ -25,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, by precedence
 _USED = ("default", "tool_use")  # names of the templates that are used
+_LOG_SECONDS = 1.0  # between two tracebacks: a client can make a template fail in each of its requests
 _MAX_ARGUMENT_VALUES = 262_144  # of all calls of a conversation: as many items as a request's body may have
 _STRING = re.compile(r'"(?:[^"\\]|\\.?)*+"?', re.DOTALL)
 _END_TAG = "END-OF-FINAL-MESSAGE-f1b2c7 "  # put after the message to continue, to find its end in the text
@@ -41,6 +44,7 @@ class ChatTemplates:
         self._variables = variables
         self._model_name = model_name
         self._environment = TemplateSandbox()
+        self._logged = -math.inf  # `time.monotonic` of the last traceback
         self._compiled = {name: self._compile(name) for name in _USED if name in sources}
 
     @property
@@ -87,9 +91,15 @@ class ChatTemplates:
         except jinja2.TemplateError as error:
             message = f"the model's chat template cannot render these messages: {error}"
         except Exception:  # from Python code: its text would mean nothing to a client
-            logger.warning("the chat template %s of %s fails", name, self._model_name, exc_info=True)
+            self._log_failure(name)
             message = "the model's chat template fails on these messages"
         raise InvalidRequest("messages", message)
+
+    def _log_failure(self, name: str) -> None:
+        now = time.monotonic()
+        if now - self._logged >= _LOG_SECONDS:
+            self._logged = now
+            logger.warning("the chat template %s of %s fails", name, self._model_name, exc_info=True)
 
     def _compile(self, name: str) -> jinja2.Template:
         try:
