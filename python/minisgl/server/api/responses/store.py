@@ -103,8 +103,8 @@ class ResponseStore:
     def __init__(self, path: str, max_bytes: int, *, max_read_bytes: int) -> None:
         """Open the file, or create it readable for this user alone; ConfigError if it cannot be used.
 
-        The store keeps at most `max_bytes`. For one request it reads at most `max_read_bytes`, and as many values as a
-        request's body may have.
+        The store keeps at most `max_bytes`. For one request it returns at most `max_read_bytes`, and as many values as
+        a request's body may have.
         """
         self._path = path
         self._max_bytes = max_bytes
