@@ -271,8 +271,8 @@ def test_arguments_of_too_many_values_are_refused_before_they_are_parsed() -> No
     many = json.dumps({"a": [[]] * 100_000})
     assert rendered(many) == "100000"
     tracemalloc.start()
-    for arguments in ([many, many], [json.dumps({"a": [[]] * 1_000_000})]):
-        with pytest.raises(InvalidRequest, match="arguments of all tool calls have more than 262144 values") as caught:
+    for arguments in ([many, many, many], [json.dumps({"a": [[]] * 1_000_000})]):
+        with pytest.raises(InvalidRequest, match="arguments of all tool calls have more than 524288 values") as caught:
             rendered(*arguments)
         assert caught.value.field == "messages"
     assert tracemalloc.get_traced_memory()[1] < 40_000_000

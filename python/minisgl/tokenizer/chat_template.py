@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, by precedence
 _USED = ("default", "tool_use")  # names of the templates that are used
 _LOG_SECONDS = 1.0  # between two tracebacks: a client can make a template fail in each of its requests
-_MAX_ARGUMENT_VALUES = 262_144  # of all calls of a conversation: as many items as a request's body may have
+_MAX_ARGUMENT_VALUES = 2**19  # of all calls of a conversation: more than a context of a million tokens has
 _STRING = re.compile(r'"(?:[^"\\]|\\.?)*+"?', re.DOTALL)
 _END_TAG = "END-OF-FINAL-MESSAGE-f1b2c7 "  # put after the message to continue, to find its end in the text
 
