@@ -179,7 +179,10 @@ class Requests(RuleBasedStateMachine):
     @rule(which=WHICH, keep=st.integers(1, 12))
     def look_up(self, which: int, keep: int) -> None:
         """A match that is not locked, as a policy does to choose; it may split nodes."""
-        self.match(self.prompts[which % len(self.prompts)][:keep])
+        tokens = self.prompts[which % len(self.prompts)][:keep]
+        handle = self.match(tokens)
+        locked = [prefix for prefix in self.oracle.prefixes(tokens) if prefix in self.oracle.locks]
+        assert self.cache.locked_len(handle) == len(max(locked, key=len, default=()))
 
     @precondition(lambda self: any(request.handle.cached_len for request in self.requests))
     @rule(which=WHICH, keep=WHICH)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
+import torch
 
 from minisgl import LLM
 from minisgl.sampling_params import Grammar, SamplingParams
@@ -50,6 +54,43 @@ def test_a_bad_prompt_ends_alone(damaged: Path, overlap: bool, caplog: pytest.Lo
             assert [answers[0]["token_ids"], answers[3]["token_ids"]] == [[], []]
         llm.check_idle()
     assert caplog.text.count("the model computed NaN or infinite values") == 1
+
+
+@contextmanager
+def broken_memory(llm: LLM) -> Iterator[None]:
+    """Let all that rank 0 computes be NaN, which the others then receive from it."""
+    runner: Any = llm._engine._runner
+    weight = next(runner.model.model.layers[0].attention_norm.parameters())
+    kept = weight.clone()
+    with torch.inference_mode():
+        weight.fill_(torch.nan)
+        yield
+        weight.copy_(kept)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"overlap": False}, {"max_extend_tokens": 10}, {"max_extend_tokens": 10, "overlap": False}, {"tp_size": 2}],
+    ids=str,
+)
+def test_nan_does_not_stay_in_the_cache(damaged: Path, settings: dict[str, Any]) -> None:
+    """Prompts that failed are computed again, and what other requests had cached is used as before."""
+    shared, tail = GOOD_PROMPTS[0], [*GOOD_PROMPTS[1], *GOOD_PROMPTS[2]]
+    params = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.0)
+    with LLM(str(damaged), page_size=8, num_page_override=64, **settings) as llm:
+        expected = llm.generate([[*shared, *tail]], params)[0]["token_ids"]
+        llm.loop.scheduler.flush_cache()
+        llm.generate([shared], params)
+        cached = llm.loop.scheduler.counts()["pages_cached"]
+        with broken_memory(llm):
+            failed = llm.generate([[*shared, *tail]] * 3, params)
+        assert [answer["finish_reason"] for answer in failed] == ["error"] * 3
+        assert llm.loop.scheduler.counts()["pages_cached"] == cached
+        again = llm.generate([[*shared, *tail], tail], params)
+        assert [answer["finish_reason"] for answer in again] == ["length", "length"]
+        assert again[0]["token_ids"] == expected
+        assert [answer["cached_tokens"] for answer in again] == [len(shared) // 8 * 8, 0]
+        llm.check_idle()
 
 
 def test_a_server_names_the_error(damaged: Path) -> None:

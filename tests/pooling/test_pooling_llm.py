@@ -96,8 +96,12 @@ def test_a_vector_that_is_not_finite_is_an_error(tmp_path: Path) -> None:
     spoil_token(folder, 5)
     with LLM(str(folder), **TIGHT) as llm:
         expected = llm.embed([[1, 2, 3]])
+        good = list(range(10, 30))
+        llm.embed([good])
+        cached = llm.loop.scheduler.counts()["pages_cached"]
         with pytest.raises(RuntimeError, match="NaN or infinite"):
-            llm.embed([[1, 2, 3], [4, 5, 6]])
+            llm.embed([[1, 2, 3], [4, 5, 6], [*good, 5, *good]])
+        assert llm.loop.scheduler.counts()["pages_cached"] == cached, "those of the good prompt"
         assert np.array_equal(llm.embed([[1, 2, 3]]), expected)
         llm.check_idle()
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from minisgl.config import SchedulerConfig
-from minisgl.core import Batch, DeviceOutOfMemory, Int32Array, Logprobs, StepResult
+from minisgl.core import NO_TOKEN, Batch, DeviceOutOfMemory, Int32Array, Logprobs, StepResult
 from minisgl.kvcache.pools import make_pools
 from minisgl.kvcache.window import WindowGroup, usual_ratio, windowed_pages
 from minisgl.message.types import LogprobRows, PositionLogprobs, unpack_ids
@@ -29,6 +29,7 @@ from minisgl.tokenizer.detokenizer import unpack_logprobs
 
 VOCAB = 50
 EOS = 7
+NAN = -2  # in place of a hash, in the KV cache and in states
 
 
 def extend_hash(prefix: int, token: int) -> int:
@@ -152,6 +153,9 @@ class SimulatedDevice:
 
     Steps for which `fails` returns True find no memory: at their launch (`fails_at_launch`, as on a CUDA stream), or
     when their result is asked for, as in a thread. What they and all steps behind them touch is then worth nothing.
+
+    A row computes NaN from the middle of its tokens on if `computes_nan` returns True for its slot; so does every later
+    row that reads such a token.
     """
 
     def __init__(
@@ -160,6 +164,7 @@ class SimulatedDevice:
         fails: Callable[[Batch], bool] = lambda _: False,
         *,
         fails_at_launch: bool = False,
+        computes_nan: Callable[[int], bool] = lambda _: False,
         has_states: bool = False,
         window: int | None = None,
     ) -> None:
@@ -167,6 +172,7 @@ class SimulatedDevice:
         self._window = window  # for layers with their own pages
         self._fails = fails
         self._fails_at_launch = fails_at_launch
+        self._computes_nan = computes_nan
         self.failures = 0
         self.page_size = page_size
         self.tokens: dict[int, list[int]] = {}
@@ -267,31 +273,38 @@ class SimulatedDevice:
             (int(a), int(b), int(c), bool(d), int(e)) for a, b, c, d, e in rows
         ):
             assert 0 <= asked <= length, "log-probabilities of what the step does not compute"
-            tokens, prefix = self.tokens[slot], 0
+            tokens, prefix, is_nan = self.tokens[slot], 0, False
+            first_nan = start + length // 2 if self._computes_nan(slot) else start + length
             for position in range(start + length):
                 if self._has_states and position == start > 0:
-                    assert self.states[slot] == (start, prefix), f"slot {slot}: its state is not that at {start}"
+                    at, state = self.states[slot]
+                    assert at == start, f"slot {slot}: its state is not that at {start}"
+                    assert state in (prefix, NAN), f"slot {slot}: its state is another's"
+                    is_nan |= state == NAN
                 prefix = hash((prefix, tokens[position]))
                 (kv, place), *windowed = self._places(slot, position)
                 if position < start:
-                    assert kv[place] == prefix, f"slot {slot}: the cache of position {position} is another's"
+                    assert kv[place] in (prefix, NAN), f"slot {slot}: the cache of position {position} is another's"
+                    is_nan |= kv[place] == NAN
                     for kv, place in windowed:
-                        seen = self._window is not None and position > start - self._window
-                        assert not seen or kv[place] == prefix, f"slot {slot}: position {position} left the window"
+                        if self._window is not None and position > start - self._window:
+                            assert kv[place] in (prefix, NAN), f"slot {slot}: position {position} left the window"
+                            is_nan |= kv[place] == NAN
                 else:
-                    kv[place] = prefix
+                    is_nan |= position >= first_nan
+                    kv[place] = NAN if is_nan else prefix
                     for kv, place in windowed:
-                        kv[place] = prefix
+                        kv[place] = NAN if is_nan else prefix
                     if position < start + asked:
                         scored.append((prefix, tokens[position + 1]))
-            self.states[slot] = (start + length, prefix)
+            self.states[slot] = (start + length, NAN if is_nan else prefix)
             self.computed += length
             assert samples == (start + length == len(tokens)), "a row samples iff it reaches the last known token"
             if samples:
                 allowed = None if bitmask is None else allowed_by(bitmask[len(sampled)])
-                sampled.append(next_token(prefix, allowed))
+                tokens.append(next_token(prefix, allowed))
+                sampled.append(NO_TOKEN if is_nan else tokens[-1])
                 prefixes.append(prefix)
-                tokens.append(sampled[-1])
         tokens = np.array(sampled, dtype=np.int32)
         if batch.logprobs is None:
             return StepResult(tokens)
@@ -341,6 +354,7 @@ class World:
     target_tbt: float = 35.0  # milliseconds, by `cost`
     fails: Callable[[Batch], bool] = lambda _: False
     fails_at_launch: bool = False
+    computes_nan: Callable[[int], bool] = lambda _: False
     answers: dict[int, list[int]] = field(default_factory=dict)
     ends: dict[int, str] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)
@@ -353,6 +367,7 @@ class World:
             self.page_size,
             self.fails,
             fails_at_launch=self.fails_at_launch,
+            computes_nan=self.computes_nan,
             has_states=self.snapshots > 0,
             window=self.window,
         )

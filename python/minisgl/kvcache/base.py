@@ -91,6 +91,9 @@ class CacheManager(Protocol):
     def unlock(self, handle: CacheHandle) -> None:
         """Undo one lock of this handle, and count a use of the prefix; ValueError if the handle has no lock."""
 
+    def locked_len(self, handle: CacheHandle) -> int:
+        """Return how many tokens of this prefix are locked by any handle; the handle must not be stale."""
+
     def insert(self, tokens: Int32Array, pages: Int32Array, salt: bytes = b"") -> InsertResult:
         """Offer the pages of these tokens, one for each whole page of them; ValueError for any other number.
 
@@ -108,8 +111,8 @@ class CacheManager(Protocol):
     def forget(self, tokens: Int32Array, length: int, salt: bytes = b"") -> Int32Array:
         """Remove the cached pages of these tokens after the whole pages of the first `length`, and all below them.
 
-        This is for pages that were inserted but never written. The caller owns the returned pages. ValueError if any is
-        locked.
+        This is for pages that were inserted but never written, or whose content cannot be trusted. The caller owns the
+        returned pages. ValueError if any is locked.
         """
 
     def reset(self) -> Int32Array:

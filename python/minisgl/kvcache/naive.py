@@ -36,6 +36,9 @@ class NaiveCache:
         require_locked(handle)
         handle.locks -= 1
 
+    def locked_len(self, handle: CacheHandle) -> int:  # noqa: ARG002
+        return 0
+
     def insert(self, tokens: Int32Array, pages: Int32Array, salt: bytes = b"") -> InsertResult:  # noqa: ARG002
         require_one_page_each(tokens, pages, self.page_size)
         return InsertResult(CacheHandle(0, empty_pages()), np.array(pages, dtype=np.int32))

@@ -198,6 +198,12 @@ class RadixCache:
                 self._queue[node] = None
             node = node.parent
 
+    def locked_len(self, handle: CacheHandle) -> int:
+        node: _Node = handle.node
+        while node.parent is not None and node.locks == 0:
+            node = node.parent
+        return node.end
+
     # ---- evicting ----
 
     def evict(self, num_pages: int) -> Int32Array:

@@ -95,6 +95,7 @@ class RequestLifecycle:
         del self._by_seq_id[request.seq_id]
         self.output.ended.append(End(request.seq_id, reason, stop_token, cause))
         if request.state is RequestState.RUNNING:
+            self._pages.record_outcome(request, is_finite=cause != "logits_not_finite")
             self._stop_running(request.slot)
             self._retiring.append(request.slot)
         else:

@@ -10,6 +10,7 @@ import numpy as np
 
 from minisgl.core import CacheNode, IndexArray, Int32Array, pages_for
 from minisgl.kvcache.base import CacheHandle
+from minisgl.kvcache.page_trust import PageTrust
 from minisgl.kvcache.pools import CachePools
 from minisgl.scheduler.requests.request import Request
 from minisgl.scheduler.requests.table import SlotTable
@@ -31,6 +32,7 @@ class RequestPages:
         self._snapshots = pools.snapshots  # a prefix can be used only up to a snapshot
         self._table = table
         self._page_size = self._cache.page_size
+        self._trust = PageTrust(pools.pages.num_pages)
         self._reserved = 0  # promised to running requests and not yet allocated
         self._windows = None
         if pools.windows is not None:
@@ -70,7 +72,11 @@ class RequestPages:
         # The last known token is always computed, because its logits choose the next one. All tokens are computed if
         # the prompt's log-probabilities are wanted.
         known = len(request.token_ids) - 1 if request.prompt_scored else 0
-        return self._cache.match(request.token_ids[:known], request.salt)
+        found = self._cache.match(request.token_ids[:known], request.salt)
+        usable = self._trust.usable(found.pages)
+        if usable == len(found.pages):
+            return found
+        return self._cache.match(request.token_ids[: usable * self._page_size], request.salt)
 
     def is_being_prefilled(self, request: Request, cached_len: int, running: IndexArray) -> bool:
         """Return True if a running request's prefill covers more of this one's tokens than the cache has."""
@@ -136,7 +142,9 @@ class RequestPages:
             promised = min(count, request.reserved_pages)
             request.reserved_pages -= promised
             self._reserved -= promised
-        entries = self._table.extend_pages(slots, counts, self._pool.allocate(int(counts.sum())))
+        pages = self._pool.allocate(int(counts.sum()))
+        self._trust.allocated(pages)
+        entries = self._table.extend_pages(slots, counts, pages)
         return entries if self._windows is None else self._windows.extend(entries)
 
     def planned(self, slots: IndexArray, new_len: Int32Array) -> None:
@@ -162,12 +170,14 @@ class RequestPages:
         because its row must not change while a step reads it; the other's pages are locked in addition. Nothing is put
         into the cache if that lock would take pages promised to other requests, or so many that this request could not
         finish alone. Cached pages without a windowed page get this request's; nothing is put into the cache if
-        windowed pages that this would replace are locked.
+        windowed pages that this would replace are locked, or after a suspect page.
         """
         assert request.prefix is not None
         whole = length // self._page_size
         tokens, pages = self._table.tokens[request.slot, : whole * self._page_size], self._table.row_pages(request.slot)
         found = self._cache.match(tokens, request.salt)
+        if self._trust.usable(found.pages) < len(found.pages):
+            return None
         foreign = len(found.pages) - len(request.prefix.pages)
         if foreign > 0:
             twice = np.count_nonzero(found.pages != pages[: len(found.pages)])
@@ -185,6 +195,30 @@ class RequestPages:
             self._windows.share(request.slot, shared.pages)
         return int(shared.pages[-1]) if len(shared.pages) else None
 
+    def record_outcome(self, request: Request, *, is_finite: bool) -> None:
+        """Record at a running request's end what its logits tell about its pages; `is_finite`: none of them was NaN.
+
+        Pages of a failed request are suspect unless they are proven, now also by the tokens of those that still run. So
+        are the cached pages with its tokens that it has not read, because it may have given them windowed pages and
+        snapshots.
+        """
+        assert request.prefix is not None
+        if is_finite:
+            self._prove(request.slot)
+            return
+        for slot in np.flatnonzero(self._table.live).tolist():
+            if slot != request.slot:
+                self._prove(slot)
+        row, cached = self._table.row_pages(request.slot), request.prefix.pages
+        self._trust.suspect_unproven(row)
+        self._trust.suspect(cached[cached != row[: len(cached)]])
+
+    def _prove(self, slot: int) -> None:
+        """Prove the pages from which a request's newest token was computed; its own K and V chose none yet."""
+        known = int(self._table.known_len[slot])
+        if known > self._table.entry_len[slot]:
+            self._trust.prove(self._table.row_pages(slot)[: (known - 1) // self._page_size])
+
     def give_back(self, request: Request) -> None:
         """Return a request's slot, pages and lock. No incomplete step may name the slot.
 
@@ -193,21 +227,35 @@ class RequestPages:
         twelfth: known_len is 11, cached_len 12, and the row has the pages 5, 2 and 7. Page 7 is full on the device, but
         its last token never reached the host, so 2 pages are whole. Another request has put the same first 4 tokens
         into the cache meanwhile, in page 9: the cache takes page 2 and returns 5 as a duplicate. 5 and 7 become free.
+
+        Nothing goes into the cache from the first suspect page on, and the last request that uses suspect pages in the
+        cache removes them.
         """
-        table, slot = self._table, request.slot
-        assert request.prefix is not None
-        whole = min(int(table.cached_len[slot]), int(table.known_len[slot])) // self._page_size
+        table, slot, prefix = self._table, request.slot, request.prefix
+        assert prefix is not None
         pages = table.row_pages(slot)
+        whole = min(int(table.cached_len[slot]), int(table.known_len[slot])) // self._page_size
+        whole = self._trust.usable(pages[:whole])
+        is_own = np.arange(len(pages)) >= whole
+        is_own[: len(prefix.pages)] &= pages[: len(prefix.pages)] != prefix.pages
         result = self._cache.insert(table.tokens[slot, : whole * self._page_size], pages[:whole], request.salt)
         if self._windows is not None:
             self._windows.leave(slot, result.handle.pages)
-        self._cache.unlock(request.prefix)
+        self._cache.unlock(prefix)
         request.prefix = None
+        self._forget_suspects(table.tokens[slot, : prefix.cached_len], prefix, request.salt)
         self._pool.free(result.duplicates)
-        self._pool.free(pages[whole:])
+        self._pool.free(pages[is_own])
         self._reserved -= request.reserved_pages
         request.reserved_pages = 0
         table.leave(slot)
+
+    def _forget_suspects(self, tokens: Int32Array, prefix: CacheHandle, salt: bytes) -> None:
+        """Remove suspect pages of a cached prefix and all after them from the cache, unless they are locked."""
+        usable = self._trust.usable(prefix.pages)
+        if usable < len(prefix.pages):
+            length = max(usable * self._page_size, self._cache.locked_len(prefix))
+            self._pool.free(self._cache.forget(tokens, length, salt))
 
     def unwritten(self, request: Request, written: int) -> int | None:
         """Return the first token whose page the request put into the cache but never wrote, if `written` tokens are.

@@ -47,6 +47,7 @@ class StepResults:
                     self._fail(request)
                     continue
                 self._requests.output.pooled.append(Pooled(request.seq_id, vector.astype("<f4").tobytes()))
+                self._table.known_len[slot] += 1  # the vector counts as the only token
                 self._requests.end(request, "stop")
 
     def _take_tokens(self, batch: Batch, slots: IndexArray, result: StepResult[AnyArray]) -> None:
