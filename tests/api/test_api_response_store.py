@@ -285,6 +285,19 @@ def test_responses_of_other_servers_count(file: Path) -> None:
     store.close()
 
 
+def test_a_full_store_grows_no_further(file: Path) -> None:
+    """SQLite's log grows to 4 MB before it is written back into the file, and then begins anew."""
+    store = ResponseStore(str(file), 100_000, max_read_bytes=100_000)
+
+    async def put_many() -> None:
+        for number in range(1000):
+            await store.put(entry(number, "x" * 9_000))
+
+    asyncio.run(put_many())
+    assert sum(path.stat().st_size for path in file.parent.iterdir()) < 6_000_000
+    store.close()
+
+
 def test_a_conversation_is_read_within_bounds(file: Path) -> None:
     size = len(entry(0).input) + len(entry(0).response)
     store = ResponseStore(str(file), 100_000_000, max_read_bytes=3 * size)

@@ -18,7 +18,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -208,17 +208,21 @@ class ResponseStore:
                 "INSERT INTO responses (id, owner, previous, bytes, input, response) VALUES (?, ?, ?, ?, ?, ?)", row
             )
             surplus = database.execute("SELECT bytes FROM total").fetchone()[0] - self._max_bytes
-            oldest = database.execute("SELECT number, bytes FROM responses ORDER BY number") if surplus > 0 else ()
-            last = 0
+            if surplus > 0:
+                self._delete_oldest(surplus)
+        if self._is_failing:
+            self._is_failing = False
+            logger.warning("--response-store %s can be used again", self._path)
+
+    def _delete_oldest(self, surplus: int) -> None:
+        """Delete as many of the oldest responses as have `surplus` bytes together."""
+        # SQLite does not copy its log into the file at a commit during which a query is open, so the log would grow.
+        with closing(self._database.execute("SELECT number, bytes FROM responses ORDER BY number")) as oldest:
             for number, size in oldest:
                 last, surplus = number, surplus - size
                 if surplus <= 0:
                     break
-            if last:
-                database.execute("DELETE FROM responses WHERE number <= ?", (last,))
-        if self._is_failing:
-            self._is_failing = False
-            logger.warning("--response-store %s can be used again", self._path)
+        self._database.execute("DELETE FROM responses WHERE number <= ?", (last,))
 
     def _get(self, id: str, owner: str) -> Entry:
         row = self._database.execute(
