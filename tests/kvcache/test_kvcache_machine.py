@@ -4,6 +4,9 @@ The oracle is a plain list of cached prefixes in the order of their last use. A 
 values, which depend on all tokens before: the prefix up to the page's end. Every step compares the cache with the
 oracle, and the pages with the requests that believe to own them. Snapshots are saved behind cached pages, more of them
 than there are entries; their oracle is a list of prefixes, too, and an entry's content the prefix it was saved for.
+
+The cache sees the tokens 0 and 1, with or without a salt. Here the tokens 2 and 3 are these with the salt, so that the
+oracle needs to know nothing of salts.
 """
 
 from __future__ import annotations
@@ -27,12 +30,22 @@ from support.kv_subscriber import KVSubscriber
 
 Prefix = tuple[int, ...]
 
+SALTS = (b"", b"s" * 16)
 PROMPT = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 WHICH = st.integers(0, 99)  # one of the requests, modulo their number
 
 
 def array(values: list[int]) -> Int32Array:
     return np.array(values, dtype=np.int32)
+
+
+def salted(tokens: list[int]) -> tuple[Int32Array, bytes]:
+    """Return the tokens as the cache sees them, and their salt."""
+    return array([token % 2 for token in tokens]), SALTS[tokens[0] // 2 if tokens else 0]
+
+
+def with_salt_of(prompt: list[int], more: list[int]) -> list[int]:
+    return [token + prompt[0] // 2 * 2 for token in more]
 
 
 class Oracle:
@@ -131,14 +144,15 @@ class Requests(RuleBasedStateMachine):
 
     # ---- what a request does ----
 
-    @rule(prompt=PROMPT)
-    def enter(self, prompt: list[int]) -> None:
-        self.begin(prompt)
+    @rule(prompt=PROMPT, has_salt=st.booleans())
+    def enter(self, prompt: list[int], has_salt: bool) -> None:
+        self.begin([token + 2 * has_salt for token in prompt])
 
     @precondition(lambda self: self.prompts)
     @rule(which=WHICH, keep=st.integers(0, 12), more=st.lists(st.integers(0, 1), max_size=4))
     def enter_like_another(self, which: int, keep: int, more: list[int]) -> None:
-        prompt = self.prompts[which % len(self.prompts)][:keep] + more
+        other = self.prompts[which % len(self.prompts)]
+        prompt = other[:keep] + with_salt_of(other, more)
         self.begin(prompt or [0])
 
     @precondition(lambda self: self.requests)
@@ -164,7 +178,7 @@ class Requests(RuleBasedStateMachine):
             if not self.extend(request, len(request.tokens) + 1):
                 self.end(request, len(request.tokens))  # retracted
                 return
-            request.tokens.append(token)
+            request.tokens += with_salt_of(request.tokens, [token])
             self.write(request)
 
     @precondition(lambda self: self.requests)
@@ -207,7 +221,8 @@ class Requests(RuleBasedStateMachine):
     @rule(which=WHICH, more=st.lists(st.integers(0, 1), max_size=4))
     def restore_snapshot(self, which: int, more: list[int]) -> None:
         """The longest live snapshot of a prefix is found, and no other's state."""
-        tokens = self.prompts[which % len(self.prompts)] + more
+        prompt = self.prompts[which % len(self.prompts)]
+        tokens = prompt + with_salt_of(prompt, more)
         pages = self.match(tokens).pages
         live = [prefix for prefix in self.oracle.prefixes(tokens) if prefix in self.oracle.snapshots]
         found = self.store.find(pages)
@@ -231,11 +246,12 @@ class Requests(RuleBasedStateMachine):
         length = min(keep, len(tokens))
         self.oracle.use(tokens[:length])
         expected = self.oracle.forget(tokens, length)
+        plain, salt = salted(tokens)
         if expected is None:
             with pytest.raises(ValueError, match="is locked"):
-                self.cache.forget(array(tokens), length)
+                self.cache.forget(plain, length, salt)
             return
-        forgotten = self.cache.forget(array(tokens), length)
+        forgotten = self.cache.forget(plain, length, salt)
         assert set(forgotten.tolist()) == expected
         self.pool.free(forgotten)
 
@@ -259,7 +275,7 @@ class Requests(RuleBasedStateMachine):
             self.oracle.unlock(request.locked_tokens)
 
     def match(self, tokens: list[int]) -> CacheHandle:
-        handle = self.cache.match(array(tokens))
+        handle = self.cache.match(*salted(tokens))
         assert handle.pages.tolist() == self.oracle.cached(tokens)
         assert handle.cached_len == len(handle.pages) * self.page_size
         assert [self.content[page] for page in handle.pages] == self.oracle.prefixes(tokens[: handle.cached_len])
@@ -293,7 +309,8 @@ class Requests(RuleBasedStateMachine):
         tokens = request.tokens[:num_tokens]
         pages = request.row[: num_tokens // self.page_size]
         expected = self.oracle.insert(tokens, pages)
-        handle, duplicates = self.cache.insert(array(tokens), array(pages))
+        plain, salt = salted(tokens)
+        handle, duplicates = self.cache.insert(plain, array(pages), salt)
         assert duplicates.tolist() == expected
         assert set(expected) <= request.private
         assert handle.pages.tolist() == self.oracle.cached(tokens)
@@ -335,7 +352,8 @@ class Requests(RuleBasedStateMachine):
     def a_subscriber_to_its_events_knows_all_cached_prefixes(self) -> None:
         for event in self.recorder.take():
             self.subscriber.apply(msgspec.to_builtins(event))
-        assert self.subscriber.prefixes == set(self.oracle.pages)
+        assert self.subscriber.prefixes == {tuple(token % 2 for token in prefix) for prefix in self.oracle.pages}
+        assert self.subscriber.num_blocks == len(self.oracle.pages)
 
     @invariant()
     def every_request_still_reads_what_it_wrote(self) -> None:

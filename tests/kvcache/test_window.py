@@ -51,7 +51,7 @@ def test_pages_beside_the_cache_are_evicted_in_the_order_of_their_use(seed: int)
                 order.append(order.pop(order.index(page)))
 
     for _ in range(800):
-        match rng.randrange(6):
+        match rng.randrange(8):
             case 0:
                 count = rng.randrange(6)
                 unlocked = [page for page in order if not locks[page]]
@@ -89,6 +89,19 @@ def test_pages_beside_the_cache_are_evicted_in_the_order_of_their_use(seed: int)
             case 5:
                 pool.free(ids(*held))
                 held = []
+            case 6:  # a sequence's pages take the place of those beside the cache
+                unlocked = [page for page in range(30) if not locks[page]]
+                cached = rng.sample(unlocked, min(3, len(held), len(unlocked)))
+                assert not pool.is_locked(ids(*cached))
+                pool.put(ids(*cached), ids(*held[: len(cached)]))
+                held = held[len(cached) :]
+                order = [page for page in order if page not in cached] + cached
+            case 7:
+                cached = rng.sample(range(30), 2)
+                assert pool.is_locked(ids(*cached)) == any(locks[page] for page in cached)
+                pool.drop_unlocked(ids(*cached))
+                order = [page for page in order if page not in cached or locks[page]]
+        assert (pool.cached_pages, pool.locked_pages) == (len(order), sum(count > 0 for count in locks.values()))
         present = pool.window_pages(ids(*range(30)))
         assert set(np.flatnonzero(present != ABSENT).tolist()) == set(order)
         pool.check(ids(*range(30)), ids(*held))
@@ -97,6 +110,8 @@ def test_pages_beside_the_cache_are_evicted_in_the_order_of_their_use(seed: int)
         pool.unlock(ids(*[page] * count))
     pool.free(ids(*held))
     pool.check_idle(ids(*range(30)))
+    pool.cleared()
+    assert pool.allocator.num_free == pool.num_pages
 
 
 def test_broken_invariants_raise() -> None:

@@ -15,6 +15,11 @@ class KVSubscriber:
     def prefixes(self) -> set[Prefix]:
         return set(self._by_hash.values())
 
+    @property
+    def num_blocks(self) -> int:
+        """Number of cached blocks; with different salts, several may have the same prefix."""
+        return len(self._by_hash)
+
     def apply(self, event: dict[str, Any]) -> None:
         match event["type"]:
             case "BlockStored":
