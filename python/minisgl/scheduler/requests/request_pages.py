@@ -85,9 +85,12 @@ class RequestPages:
             length = min(int(table.entry_len[slot]), len(tokens) - 1) // self._page_size * self._page_size
             if length <= cached_len or table.request(slot).salt != request.salt:
                 continue
-            # It is enough to compare the first page that is not cached.
-            page = slice(0, cached_len + self._page_size)
-            if np.array_equal(table.tokens[slot, page], tokens[page]):
+            # It is enough to compare the first page that is not cached. Many prompts may share a long cached prefix, so
+            # that is compared last.
+            row, end = table.tokens[slot], cached_len + self._page_size
+            if np.array_equal(row[cached_len:end], tokens[cached_len:end]) and np.array_equal(
+                row[:cached_len], tokens[:cached_len]
+            ):
                 return True
         return False
 
