@@ -12,8 +12,8 @@ import pytest
 
 from minisgl.core import Batch
 from minisgl.message.types import TextOptions
-from minisgl.sampling_params import SamplingParams
-from minisgl.scheduler.requests.request import Request
+from minisgl.sampling_params import Grammar, SamplingParams
+from minisgl.scheduler.requests.request import Request, RequestState
 from minisgl.scheduler.requests.waiting_queue import MAX_PASSED, PATIENCE, WaitingQueue
 from scheduler.simulation import ALWAYS_IN_TURNS, EOS, World, expected_answer, random_prompt
 
@@ -372,18 +372,32 @@ def test_a_stopped_request_keeps_its_slot_until_its_last_step_is_complete(overla
     assert world.answers[1] == expected_answer(np.array([4, 5, 6]), SamplingParams(max_tokens=3, ignore_eos=True))
 
 
-@pytest.mark.parametrize("steps", range(6))
-def test_abort_at_any_moment_returns_everything(steps: int) -> None:
-    world = World(chunk=8)
-    for seq_id in range(2):
-        world.add(seq_id, list(range(30)), max_tokens=2)
-    for _ in range(steps):
-        world.step()
-    for seq_id in range(2):
-        world.scheduler.end(seq_id, "abort")
-        world.scheduler.end(seq_id, "abort")  # a second one is passed over
-    world.run()
-    assert world.ends.keys() == {0, 1}
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"overlap": False}, {"cache": "naive"}, {"snapshots": 4}, {"window": 6, "num_window_pages": 20}],
+    ids=str,
+)
+def test_abort_at_any_moment_returns_everything(options: dict[str, object]) -> None:
+    """Prompts that are waiting, compiled, prefilled in chunks, decoded or retracted, and those of steps in flight."""
+    found: set[object] = set()
+    for steps in range(50):
+        world = World(page_size=2, num_pages=32, chunk=8, max_seq_len=64, batch_policy="mixed", num_slots=3, **options)  # type: ignore[arg-type]
+        for seq_id in range(5):
+            grammar = Grammar("regex", "20") if seq_id == 1 else None
+            world.add(seq_id, list(range(seq_id // 2, 20)), max_tokens=20, ignore_eos=True, grammar=grammar)
+        for _ in range(steps):
+            world.step()
+        for seq_id in range(5):
+            request = world.scheduler._requests.find(seq_id)
+            if request is not None:
+                computed = world.scheduler._table.cached_len[request.slot]
+                is_chunk = request.state is RequestState.RUNNING and computed < request.prompt_len
+                found.add("prefill" if is_chunk else request.state)
+            world.scheduler.end(seq_id, "abort")
+            world.scheduler.end(seq_id, "abort")  # a second one is passed over
+        world.run()
+        assert world.ends.keys() == set(range(5))
+    assert found == {"prefill", RequestState.WAITING, RequestState.RUNNING, RequestState.RETRACTED}
 
 
 def test_batches_are_built_in_order_of_arrival() -> None:
