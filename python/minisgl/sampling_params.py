@@ -70,10 +70,10 @@ class SamplingParams(msgspec.Struct, frozen=True):
     `seed=None` means a new seed for every request. `top_k=-1` (or 0) means no limit. `max_tokens=0` only scores the
     prompt, and needs `prompt_logprobs`.
 
-    Logits are processed in this order: ids that `grammar`, `allowed_token_ids`, `bad_words` or `min_tokens` forbid are
-    excluded; `logit_bias` is added; then come the repetition penalty (on all tokens so far), the frequency and the
-    presence penalty (on output tokens), the temperature, and the filters. Log-probabilities are those of the logits
-    before all of this or, with --logprobs-mode processed_logprobs, before the filters.
+    Logits are processed in this order: `logit_bias` is added; the repetition penalty (on all tokens so far), the
+    frequency and the presence penalty (on output tokens) apply; ids that `grammar`, `allowed_token_ids`, `bad_words` or
+    `min_tokens` forbid are excluded; then come the temperature and the filters. Log-probabilities are those of the
+    logits before all of this or, with --logprobs-mode processed_logprobs, before the filters.
     """
 
     temperature: Annotated[
