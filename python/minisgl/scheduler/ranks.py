@@ -1,7 +1,8 @@
 """Steps on several tensor-parallel ranks.
 
-Rank 0 plans, and the other ranks execute the plans that it sends, in the same order. The logits are gathered from all
-ranks, so they are the same bits everywhere, and so is the token that each rank samples from them: no token is sent.
+Rank 0 plans, and the other ranks execute the plans that it sends, in the same order. Every rank gathers the logits of
+all ranks, or reads what sampling needs from their shards. Both are the same bits everywhere, and so is the token that
+each rank samples from them: no token is sent.
 """
 
 from __future__ import annotations
