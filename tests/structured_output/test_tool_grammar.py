@@ -243,7 +243,8 @@ def test_calls_or_content(matcher: Callable[..., LLMatcher], tokenizer: Tokenize
 def test_names_that_are_none_in_python(matcher: Callable[..., LLMatcher], tokenizer: Tokenizer, form: str) -> None:
     """Tools and parameters of other servers have such names."""
     schema = {"type": "object", "properties": {key: {"type": "integer"} for key in ("from", "max-results", "a b")}}
-    tools = {"2nd/get-page": schema | {"required": list(schema["properties"])}}
+    closed = {"required": list(schema["properties"]), "additionalProperties": False}
+    tools = {"2nd/get-page": schema | closed}
     text = sample(matcher(calls_grammar(form, tools, parallel=False)), tokenizer, random.Random(form))
     ((name, arguments),) = read_calls(form, text, tools)[1]
     assert name == "2nd/get-page"
