@@ -87,7 +87,13 @@ def run_rank(rank: int, ranks: int, sizes: tuple[int, ...], by_algorithm: bool, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="GPUs (default: 2)")
-    parser.add_argument("--sizes", type=integers, default=SIZES, metavar="SIZES", help="bytes of bfloat16 values")
+    parser.add_argument(
+        "--sizes",
+        type=integers,
+        default=SIZES,
+        metavar="SIZES",
+        help="sizes of the tensors in bytes, with commas (default: 4 KiB to 16 MiB)",
+    )
     parser.add_argument("--algorithms", action="store_true", help="time one-shot and two-shot at every size too")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -31,10 +31,10 @@ def busy_loops(count: int) -> Iterator[None]:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--model", default="demo", help="folder or hub id; demo: the built-in one")
-    parser.add_argument("--loops", type=int, default=12, metavar="N", help="busy processes beside")
-    parser.add_argument("--tokens", type=int, default=40, metavar="N", help="of each answer")
-    parser.add_argument("--repeats", type=int, default=3, help="answers of each line")
+    parser.add_argument("--model", default="demo", help="folder or hub id of the model; demo: the built-in one")
+    parser.add_argument("--loops", type=int, default=12, metavar="N", help="processes that keep a core busy")
+    parser.add_argument("--tokens", type=int, default=40, metavar="N", help="tokens of each answer")
+    parser.add_argument("--repeats", type=int, default=3, help="answers for each row of the table")
     args = parser.parse_args()
     params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
     rows: list[list[Cell]] = []

@@ -104,32 +104,62 @@ def parse() -> argparse.Namespace:
         action="append",
         default=[],
         metavar="NAME=COMMAND",
-        help="or NAME=URL; repeated: measured in turns",
+        help="server to measure: the command that starts it, or NAME=URL; if repeated, all are measured in turns",
     )
-    server.add_argument("--idle-timeout", type=float, default=60, metavar="S", help="to come to rest after a probe")
+    server.add_argument(
+        "--idle-timeout",
+        type=float,
+        default=60,
+        metavar="S",
+        help="seconds that a server may take to become idle after a probe",
+    )
     work = parser.add_argument_group("work")
     work.add_argument(
         "--workload",
         action="append",
         metavar="NAME[:SETTINGS]",
-        help=f"of {', '.join([*LENGTHS, *SESSIONS])}, or a trace's file; may be repeated; none: poisson. Settings, "
-        "each like the flag by its name: 1k1k:range=4,24:requests=200:precision=0.1:slo-ttft=2000:slo-tpot=40",
+        help=f"workload: {', '.join([*LENGTHS, *SESSIONS])}, or the file of a trace; may be repeated; none: poisson. "
+        "Its settings have the names of flags: 1k1k:range=4,24:requests=200:precision=0.1:slo-ttft=2000:slo-tpot=40",
     )
-    work.add_argument("--range", type=parse_range, metavar="LOW,HIGH", help="rates to search, requests a second")
-    work.add_argument("--precision", type=float, default=0.05, help="of the found rate")
-    work.add_argument("--share", type=float, default=0.99, help="of requests that must hold the objectives")
-    work.add_argument("--requests", type=int, default=300, metavar="N", help="judged in each probe")
-    work.add_argument("--warm-up", type=int, default=30, metavar="N", help="requests before them, not judged")
-    work.add_argument("--late", type=float, default=20, metavar="MS", help="p99 of sends that refuses a probe")
-    work.add_argument("--scale", type=float, default=1.0, metavar="X", help="times the lengths, but not a trace's")
-    work.add_argument("--think", type=float, default=1.0, metavar="X", help="times the think times of sessions")
+    work.add_argument(
+        "--range",
+        type=parse_range,
+        metavar="LOW,HIGH",
+        help="lowest and highest rate of the search, requests a second; none: the workload's",
+    )
+    work.add_argument(
+        "--precision",
+        type=float,
+        default=0.05,
+        help="largest relative difference between a rate that met the objectives and one that missed them",
+    )
+    work.add_argument("--share", type=float, default=0.99, help="share of the requests that must meet the objectives")
+    work.add_argument("--requests", type=int, default=300, metavar="N", help="requests that are judged in each probe")
+    work.add_argument(
+        "--warm-up", type=int, default=30, metavar="N", help="requests before these, which are not judged"
+    )
+    work.add_argument(
+        "--late",
+        type=float,
+        default=20,
+        metavar="MS",
+        help="p99 of the generator's lateness above which a probe is refused",
+    )
+    work.add_argument(
+        "--scale",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="factor of the lengths of prompts and answers (not of a trace's)",
+    )
+    work.add_argument("--think", type=float, default=1.0, metavar="X", help="factor of the think times of sessions")
     work.add_argument(
         "--budget",
         type=float,
         metavar="S",
         help="seconds of a server's turn, its start included, beyond which no probe should last; none: no limit",
     )
-    work.add_argument("--rounds", type=int, default=1, metavar="N", help="of all servers, one after the other")
+    work.add_argument("--rounds", type=int, default=1, metavar="N", help="turns of each server")
     add_client_arguments(parser)
     output = add_output_arguments(parser)
     output.add_argument(
@@ -138,7 +168,7 @@ def parse() -> argparse.Namespace:
         action="append",
         default=[],
         metavar="FILE.json",
-        help="results of an earlier run, of servers side by side on devices of their own, say; may be repeated",
+        help="results of an earlier run to add to the table and the plot; may be repeated",
     )
     args = parser.parse_args()
     if not 0 < args.share <= 1:

@@ -77,8 +77,10 @@ def read_stream(url: str, results: Connection) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", nargs="?", default="", help="only bodies whose name has this in it")
-    parser.add_argument("--rounds", type=int, default=3, help="of each body; the median stall is printed")
+    parser.add_argument("name", nargs="?", default="", help="part of the names of the bodies to send (default: all)")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="times that each body is sent; the median stall is printed (default: 3)"
+    )
     args = parser.parse_args()
     exit_on_sigterm()
     with DemoServer() as server:

@@ -154,8 +154,13 @@ def send_queue(num_hard: int, keys: list[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("schemas", "queue"))
-    parser.add_argument("--hard", type=int, default=40, help="hard grammars of `queue`")
-    parser.add_argument("--keys", type=int, default=2, help="API keys of `queue`: 0 for a server without, 2 for two")
+    parser.add_argument("--hard", type=int, default=40, help="expensive grammars of `queue` (default: 40)")
+    parser.add_argument(
+        "--keys",
+        type=int,
+        default=2,
+        help="API keys of `queue`: 0 for a server without keys, 2 for a key each (default: 2)",
+    )
     arguments = parser.parse_args()
     exit_on_sigterm()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

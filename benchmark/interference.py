@@ -66,12 +66,14 @@ def token_gaps(work: Interference, records: Sequence[RequestRecord]) -> FloatArr
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--streams", type=int, default=8, metavar="N", help="streams that run all the time")
-    parser.add_argument("--stream-tokens", type=int, default=500, metavar="TOKENS", help="of each stream")
-    parser.add_argument("--prompts", type=int, default=8, metavar="N", help="long prompts")
-    parser.add_argument("--prompt", type=int, default=8000, metavar="TOKENS", help="of each long prompt")
-    parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="between long prompts")
-    parser.add_argument("--quiet", type=float, default=2.0, metavar="SECONDS", help="before the first long prompt")
+    parser.add_argument("--streams", type=int, default=8, metavar="N", help="streams that run throughout")
+    parser.add_argument("--stream-tokens", type=int, default=500, metavar="TOKENS", help="tokens of each stream")
+    parser.add_argument("--prompts", type=int, default=8, metavar="N", help="number of long prompts")
+    parser.add_argument("--prompt", type=int, default=8000, metavar="TOKENS", help="length of each long prompt")
+    parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="seconds between two long prompts")
+    parser.add_argument(
+        "--quiet", type=float, default=2.0, metavar="SECONDS", help="seconds before the first long prompt"
+    )
     parser.add_argument("server", nargs="+", help="flags of the server, after --")
     add_output_arguments(parser)
     args = parser.parse_args()

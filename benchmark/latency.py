@@ -144,14 +144,24 @@ def main() -> None:
     add_peer_arguments(parser)
     work = parser.add_argument_group("work")
     work.add_argument(
-        "--batch-sizes", type=integers, default=default.batch_sizes, metavar="SIZES", help="of decode: 1,8,64"
+        "--batch-sizes", type=integers, default=default.batch_sizes, metavar="SIZES", help="rows of the decodes: 1,8,64"
     )
-    work.add_argument("--prompt", type=int, default=default.prompt_tokens, metavar="TOKENS", help="of decode")
-    work.add_argument("--new", type=int, default=default.new_tokens, metavar="TOKENS", help="of decode")
     work.add_argument(
-        "--prefill", type=integers, default=default.prefill, metavar="LENGTHS", help="of prompts: 512,2048,8192"
+        "--prompt", type=int, default=default.prompt_tokens, metavar="TOKENS", help="length of a prompt before decodes"
     )
-    work.add_argument("--repeats", type=int, default=default.repeats, metavar="N", help="of each measurement")
+    work.add_argument(
+        "--new", type=int, default=default.new_tokens, metavar="TOKENS", help="new tokens of each sequence of a decode"
+    )
+    work.add_argument(
+        "--prefill",
+        type=integers,
+        default=default.prefill,
+        metavar="LENGTHS",
+        help="lengths of the prompts of prefills: 512,2048,8192",
+    )
+    work.add_argument(
+        "--repeats", type=int, default=default.repeats, metavar="N", help="times that each figure is measured"
+    )
     add_output_arguments(parser)
     args = parser.parse_args()
     output = output_of(args)

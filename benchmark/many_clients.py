@@ -132,10 +132,18 @@ def rest(base_url: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--clients", type=int, default=2000, metavar="N")
-    parser.add_argument("--tokens", type=int, default=32, metavar="N", help="of each stream")
-    parser.add_argument("--leaving", type=float, default=0.0, metavar="SHARE", help="of clients that go midway")
-    parser.add_argument("--sigterm", type=float, metavar="SECONDS", help="after the first token; default: never")
+    parser.add_argument("--clients", type=int, default=2000, metavar="N", help="streams at once (default: 2000)")
+    parser.add_argument("--tokens", type=int, default=32, metavar="N", help="tokens of each stream (default: 32)")
+    parser.add_argument(
+        "--leaving",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="share of the clients that disconnect in the middle of their stream (default: 0)",
+    )
+    parser.add_argument(
+        "--sigterm", type=float, metavar="SECONDS", help="seconds from the first token to SIGTERM; none: no SIGTERM"
+    )
     parser.add_argument("server", nargs="*", help="flags of the server, after --")
     args = parser.parse_args()
     exit_on_sigterm()

@@ -33,12 +33,16 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     argv = sys.argv[1:]
     at = argv.index("--") if "--" in argv else len(argv)
     parser = make_parser(__doc__)
-    parser.add_argument("--requests", type=int, default=20_000, metavar="N", help="in all")
-    parser.add_argument("--every", type=int, default=1000, metavar="N", help="requests between two figures")
-    parser.add_argument("--burst", type=int, default=64, metavar="N", help="requests at once, at most")
-    parser.add_argument("--input", type=int, default=80, metavar="TOKENS", help="mean prompt, log-normal")
-    parser.add_argument("--output", type=int, default=8, metavar="TOKENS", help="mean answer, log-normal")
-    parser.add_argument("--seed", type=int, default=0, help="of lengths and tokens")
+    parser.add_argument("--requests", type=int, default=20_000, metavar="N", help="requests to send")
+    parser.add_argument("--every", type=int, default=1000, metavar="N", help="requests between two rows of the table")
+    parser.add_argument("--burst", type=int, default=64, metavar="N", help="largest number of requests at once")
+    parser.add_argument(
+        "--input", type=int, default=80, metavar="TOKENS", help="mean length of the prompts, log-normal"
+    )
+    parser.add_argument(
+        "--output", type=int, default=8, metavar="TOKENS", help="mean length of the answers, log-normal"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of lengths and tokens")
     return parser.parse_args(argv[:at]), argv[at + 1 :] or list(DEMO)
 
 

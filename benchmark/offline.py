@@ -106,11 +106,17 @@ def main() -> None:
     add_engine_arguments(parser)
     add_peer_arguments(parser)
     work = parser.add_argument_group("work")
-    work.add_argument("--requests", type=int, default=256, metavar="N", help="sequences in a run")
-    work.add_argument("--longest", type=int, default=1024, metavar="TOKENS", help="of a prompt, and of an output")
-    work.add_argument("--runs", type=int, default=3, metavar="N", help="of the workload, each with other token ids")
+    work.add_argument("--requests", type=int, default=256, metavar="N", help="requests of a run")
+    work.add_argument("--longest", type=int, default=1024, metavar="TOKENS", help="longest prompt, and longest answer")
     work.add_argument(
-        "--latency", type=integers, default=(), metavar="SIZES", help="also ms per token at these batch sizes: 1,8,64"
+        "--runs", type=int, default=3, metavar="N", help="runs of the workload, each with other token ids"
+    )
+    work.add_argument(
+        "--latency",
+        type=integers,
+        default=(),
+        metavar="SIZES",
+        help="batch sizes at which ms per token are measured too: 1,8,64",
     )
     add_output_arguments(parser)
     args = parser.parse_args()

@@ -225,15 +225,27 @@ def print_results(results: list[PipelineFigures]) -> None:
 def main() -> None:
     default = PipelineLoad()
     parser = make_parser(__doc__)
-    parser.add_argument("--model", default="demo", help="folder, hub id or demo: its tokenizer and lengths are used")
+    parser.add_argument(
+        "--model",
+        default="demo",
+        help="folder or hub id of the model whose tokenizer and context are used; demo: the built-in one",
+    )
     work = parser.add_argument_group("work")
-    work.add_argument("--clients", type=int, default=default.clients, metavar="N", help="streams at the same time")
-    work.add_argument("--prompt", type=int, default=default.prompt_tokens, metavar="TOKENS", help="of each stream")
-    work.add_argument("--output", type=int, default=default.output_tokens, metavar="TOKENS", help="of each stream")
-    work.add_argument("--step-ms", type=numbers, default=(12.8,), metavar="MS", help="time of an engine's step: 0,12.8")
-    work.add_argument("--processes", type=int, default=1, metavar="N", help="of the load generator")
+    work.add_argument(
+        "--clients", type=int, default=default.clients, metavar="N", help="streams that run at the same time"
+    )
+    work.add_argument(
+        "--prompt", type=int, default=default.prompt_tokens, metavar="TOKENS", help="length of each prompt"
+    )
+    work.add_argument(
+        "--output", type=int, default=default.output_tokens, metavar="TOKENS", help="length of each answer"
+    )
+    work.add_argument(
+        "--step-ms", type=numbers, default=(12.8,), metavar="MS", help="time that the engine takes for a step: 0,12.8"
+    )
+    work.add_argument("--processes", type=int, default=1, metavar="N", help="processes of the load generator")
     work.add_argument("--tokenizers", type=int, default=1, metavar="N", help="tokenizer processes of the server")
-    work.add_argument("--profile", action="store_true", help="where each process spends its CPU time")
+    work.add_argument("--profile", action="store_true", help="show where each process spends its CPU time")
     add_output_arguments(parser)
     args = parser.parse_args()
     output = output_of(args)

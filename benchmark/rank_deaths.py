@@ -127,14 +127,35 @@ def spread(seconds: Iterable[float]) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, help="a model of random weights (default: the demo model)")
-    parser.add_argument("--tp", type=int, default=2, metavar="N", help="ranks (default: 2)")
-    parser.add_argument("--kills", type=int, default=20, metavar="N")
-    parser.add_argument("--starts", type=int, default=0, metavar="N", help="starts and ends without work")
-    parser.add_argument("--signal", default="KILL", choices=("KILL", "STOP"), help="what a rank gets (default: KILL)")
-    parser.add_argument("--clients", type=int, default=8, metavar="N", help="streams of each server that is killed")
-    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="servers at a time")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no other server starts")
+    parser.add_argument(
+        "--shape", choices=SHAPES, help="shape of a model with random weights (default: the demo model)"
+    )
+    parser.add_argument(
+        "--tp", type=int, default=2, metavar="N", help="tensor-parallel ranks of each server (default: 2)"
+    )
+    parser.add_argument(
+        "--kills", type=int, default=20, metavar="N", help="servers of which a rank is killed (default: 20)"
+    )
+    parser.add_argument(
+        "--starts", type=int, default=0, metavar="N", help="servers to start and end without work (default: 0)"
+    )
+    parser.add_argument(
+        "--signal", default="KILL", choices=("KILL", "STOP"), help="signal that a rank gets (default: KILL)"
+    )
+    parser.add_argument(
+        "--clients",
+        type=int,
+        default=8,
+        metavar="N",
+        help="streams of each server of which a rank is killed (default: 8)",
+    )
+    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="servers that run at a time (default: 1)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=float("inf"),
+        help="seconds after which no other server starts (default: no limit)",
+    )
     parser.add_argument("server", nargs="*", help="flags of the server, after --")
     args = parser.parse_args()
     exit_on_sigterm()

@@ -112,26 +112,41 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     at = argv.index("--") if "--" in argv else len(argv)
     parser = make_parser(__doc__)
     server = add_served_arguments(parser)
-    server.add_argument("--base-url", metavar="URL", help="without /v1; none: what the command after -- says")
+    server.add_argument(
+        "--base-url",
+        metavar="URL",
+        help="address of the server without /v1; none: the one that the command after -- prints",
+    )
     work = parser.add_argument_group("work")
-    work.add_argument("--rate", type=numbers, default=(1.0,), metavar="R", help="Poisson arrivals a second: 2,4,8")
-    work.add_argument("--burst", type=int, metavar="N", help="this many requests at once instead")
-    work.add_argument("--concurrency", type=integers, metavar="N", help="this many requests at a time instead: 64,256")
+    work.add_argument(
+        "--rate", type=numbers, default=(1.0,), metavar="R", help="rates of Poisson arrivals, requests a second: 2,4,8"
+    )
+    work.add_argument("--burst", type=int, metavar="N", help="send this many requests at once instead")
+    work.add_argument(
+        "--concurrency", type=integers, metavar="N", help="keep this many requests running instead: 64,256"
+    )
     work.add_argument(
         "--seconds",
         type=float,
         metavar="S",
-        help="end a closed loop so long after all places had a first token, and judge what came in this time",
+        help="seconds from the first token of the last place to the end of a closed loop, which alone are judged",
     )
-    work.add_argument("--trace", type=Path, metavar="FILE", help="replay this trace instead")
-    work.add_argument("--speed", type=numbers, default=(1.0,), metavar="X", help="times the trace's pace: 1,2,4")
+    work.add_argument("--trace", type=Path, metavar="FILE", help="trace to replay instead")
+    work.add_argument("--speed", type=numbers, default=(1.0,), metavar="X", help="factors of the trace's pace: 1,2,4")
     work.add_argument(
-        "--requests", type=int, metavar="N", help="none: 100, the whole trace, or 2 for each place of --concurrency"
+        "--requests",
+        type=int,
+        metavar="N",
+        help="requests to send; none: 100, the whole trace, or 2 for each place of --concurrency",
     )
-    work.add_argument("--input", type=int, default=1750, metavar="TOKENS", help="mean prompt, log-normal")
-    work.add_argument("--output", type=int, default=350, metavar="TOKENS", help="mean answer, log-normal")
-    work.add_argument("--shape", choices=list(LENGTHS), help="lengths of goodput.py's workload by this name instead")
-    work.add_argument("--fixed", action="store_true", help="every prompt and answer of the mean length")
+    work.add_argument(
+        "--input", type=int, default=1750, metavar="TOKENS", help="mean length of the prompts, log-normal"
+    )
+    work.add_argument(
+        "--output", type=int, default=350, metavar="TOKENS", help="mean length of the answers, log-normal"
+    )
+    work.add_argument("--shape", choices=list(LENGTHS), help="workload of goodput.py whose lengths are used instead")
+    work.add_argument("--fixed", action="store_true", help="give every prompt and answer the mean length")
     add_client_arguments(parser)
     add_output_arguments(parser)
     args = parser.parse_args(argv[:at])

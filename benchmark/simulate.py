@@ -255,24 +255,33 @@ def parse() -> argparse.Namespace:
         "--policies",
         default=POLICIES,
         metavar="POLICY[:MS[:TOKENS[:ORDER]]],...",
-        help="with target, chunk and who enters first",
+        help="batch policies, each with --target-tbt, --max-prefill-length and --schedule-policy",
     )
     parser.add_argument(
-        "--workloads", default=",".join(WORKLOADS), metavar="NAME,...", help="or 1k1k, 1k8k, 8k1k, or a trace's file"
+        "--workloads",
+        default=",".join(WORKLOADS),
+        metavar="NAME,...",
+        help="workloads: those of the default, 1k1k, 1k8k, 8k1k, or the file of a trace",
     )
     parser.add_argument(
-        "--rate", type=float, default=7.0, metavar="N", help="requests a second, but of bursts and at-once"
+        "--rate",
+        type=float,
+        default=7.0,
+        metavar="N",
+        help="requests a second (not of the workloads that arrive in bursts or at once)",
     )
     parser.add_argument(
         "--concurrency",
         type=int,
         metavar="N",
-        help="serve each workload, which must be a shape, as a closed loop of so many at a time",
+        help="number of places of a closed loop instead; every workload must be one of the shapes",
     )
-    parser.add_argument("--requests", type=int, default=600, metavar="N", help="of each workload")
-    parser.add_argument("--warm-up", type=int, default=0, metavar="N", help="of them, the first, that are not judged")
-    parser.add_argument("--max-running-requests", type=int, default=256, metavar="N", help="at a time")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--requests", type=int, default=600, metavar="N", help="requests of each workload")
+    parser.add_argument("--warm-up", type=int, default=0, metavar="N", help="first requests that are not judged")
+    parser.add_argument(
+        "--max-running-requests", type=int, default=256, metavar="N", help="requests that run at the same time"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the figures")
     add_slo_arguments(parser)
     return parser.parse_args()
 

@@ -125,13 +125,19 @@ def main() -> None:
     parser = make_parser(__doc__)
     add_engine_arguments(parser)
     work = parser.add_argument_group("work")
-    work.add_argument("--batch-sizes", type=integers, default=(1, 8, 64), metavar="SIZES", help="1,8,64")
-    work.add_argument("--prompt", type=int, default=128, metavar="TOKENS", help="of each prompt")
-    work.add_argument("--new", type=int, default=512, metavar="TOKENS", help="of each answer")
-    work.add_argument("--runs", type=int, default=3, metavar="N", help="of each kind, one after the other in turn")
-    work.add_argument("--limited", action="store_true", help="strings have limits of their length, which is harder")
+    work.add_argument(
+        "--batch-sizes", type=integers, default=(1, 8, 64), metavar="SIZES", help="numbers of answers at a time: 1,8,64"
+    )
+    work.add_argument("--prompt", type=int, default=128, metavar="TOKENS", help="length of each prompt")
+    work.add_argument("--new", type=int, default=512, metavar="TOKENS", help="length of each answer")
+    work.add_argument("--runs", type=int, default=3, metavar="N", help="runs of each kind of grammar, in turns")
+    work.add_argument(
+        "--limited", action="store_true", help="limit the length of the schema's strings, which takes longer"
+    )
     work.add_argument("--temperature", type=float, default=0.6)
-    work.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="in place of the shape's")
+    work.add_argument(
+        "--tokenizer", type=Path, metavar="FOLDER", help="folder of a tokenizer to use in place of the shape's"
+    )
     add_output_arguments(parser)
     args = parser.parse_args()
     output = output_of(args)

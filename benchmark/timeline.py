@@ -34,12 +34,14 @@ from measuring.arguments import (
 )
 from measuring.engines import MinisglEngine
 from measuring.report import table
+from measuring.shapes import read_vocab_size
 from minisgl.sampling_params import SamplingParams
 from minisgl.scheduler.loop import StepLoop
 
 HOST = ("schedule", "launch", "wait", "complete")
 TIMED_STEPS, STEPS = 50, 12  # by the clock, and under the profiler
 KERNELS = 8  # rows of a table
+IDS = 10_000  # token ids that prompts are drawn from, or all of a smaller vocabulary
 KINDS = {  # beginnings of kernels' names
     "product": ("skinny_", "small_batch_gemm", "quantized_", "fp8_gemm", "library", "moe_"),
     "rounding": ("quantize",),  # rounding of activations
@@ -117,12 +119,12 @@ class Clock:
         self.seconds[self._name] += time.perf_counter() - self._begin
 
 
-def start_decode(loop: StepLoop, rows: int, prompt_tokens: int, first_seq_id: int) -> None:
+def start_decode(loop: StepLoop, rows: int, prompt_tokens: int, first_seq_id: int, num_ids: int = IDS) -> None:
     """Run this many requests until all of them decode. ValueError if they cannot run at once."""
     rng = np.random.default_rng(rows)
     params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=1000)
     for row in range(rows):
-        prompt = rng.integers(0, 10000, prompt_tokens).astype(np.int32)
+        prompt = rng.integers(0, num_ids, prompt_tokens).astype(np.int32)
         loop.scheduler.add(first_seq_id + row, prompt, params, seed=row)
     decoding: set[int] = set()
     while len(decoding) < rows:
@@ -135,7 +137,7 @@ def start_decode(loop: StepLoop, rows: int, prompt_tokens: int, first_seq_id: in
         raise ValueError(f"{running} of {rows} requests run at once: more need a larger --max-running, or more pages")
 
 
-def measure_decode(loop: StepLoop, rows: int, prompt_tokens: int, first_seq_id: int) -> Timeline:
+def measure_decode(loop: StepLoop, rows: int, prompt_tokens: int, first_seq_id: int, num_ids: int) -> Timeline:
     """Measure decodes of this many rows."""
 
     def run(steps: int) -> int:
@@ -143,7 +145,7 @@ def measure_decode(loop: StepLoop, rows: int, prompt_tokens: int, first_seq_id: 
             loop.step()
         return steps
 
-    start_decode(loop, rows, prompt_tokens, first_seq_id)
+    start_decode(loop, rows, prompt_tokens, first_seq_id, num_ids)
     timeline = observe(loop, f"{rows} rows", run)
     for seq_id in range(first_seq_id, first_seq_id + rows):
         loop.scheduler.end(seq_id, "abort")
@@ -152,7 +154,7 @@ def measure_decode(loop: StepLoop, rows: int, prompt_tokens: int, first_seq_id: 
     return timeline
 
 
-def measure_prefill(loop: StepLoop, tokens: int, prompt_tokens: int, first_seq_id: int) -> Timeline:
+def measure_prefill(loop: StepLoop, tokens: int, prompt_tokens: int, first_seq_id: int, num_ids: int) -> Timeline:
     """Measure the steps of new prompts that have this many tokens together."""
     rng, seq_ids = np.random.default_rng(tokens), itertools.count(first_seq_id)
     params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=1)
@@ -160,7 +162,7 @@ def measure_prefill(loop: StepLoop, tokens: int, prompt_tokens: int, first_seq_i
     def run(_steps: int) -> int:
         before = loop.counts.begun
         for at in range(0, tokens, prompt_tokens):
-            prompt = rng.integers(0, 10000, min(prompt_tokens, tokens - at)).astype(np.int32)
+            prompt = rng.integers(0, num_ids, min(prompt_tokens, tokens - at)).astype(np.int32)
             loop.scheduler.add(next(seq_ids), prompt, params, seed=at)
         while loop.has_work:
             loop.step()
@@ -232,22 +234,31 @@ def main() -> None:
     parser = make_parser(__doc__)
     add_engine_arguments(parser)
     work = parser.add_argument_group("work")
-    work.add_argument("--batch-sizes", type=integers, default=(1, 64, 256), metavar="SIZES", help="of the decodes")
+    work.add_argument("--batch-sizes", type=integers, default=(1, 64, 256), metavar="SIZES", help="rows of the decodes")
     work.add_argument(
-        "--prefill", type=integers, default=(), metavar="TOKENS", help="also of so many tokens of prompts"
+        "--prefill",
+        type=integers,
+        default=(),
+        metavar="TOKENS",
+        help="numbers of prompt tokens of prefills to measure too",
     )
-    work.add_argument("--prompt", type=int, default=640, metavar="TOKENS", help="of a prompt; cached before decodes")
+    work.add_argument(
+        "--prompt", type=int, default=640, metavar="TOKENS", help="length of a prompt, which decodes find in the cache"
+    )
     add_output_arguments(parser)
     args = parser.parse_args()
     output = output_of(args)
+    if not torch.cuda.is_available():
+        parser.error("steps are measured on a GPU, and there is none")
     timelines = []
     with model_folder_of(args) as folder:
         engine = MinisglEngine(engine_options(args, folder, args.prompt + 1100, rows=max(args.batch_sizes)))
+        num_ids = min(read_vocab_size(folder), IDS)
         first_ids = itertools.count(10_000, 10_000)
         for rows, first in zip(args.batch_sizes, first_ids, strict=False):
-            timelines.append(measure_decode(engine.loop, rows, args.prompt, first))
+            timelines.append(measure_decode(engine.loop, rows, args.prompt, first, num_ids))
         for tokens, first in zip(args.prefill, first_ids, strict=False):
-            timelines.append(measure_prefill(engine.loop, tokens, args.prompt, first))
+            timelines.append(measure_prefill(engine.loop, tokens, args.prompt, first, num_ids))
         engine.close()
     figures: list[list[Any]] = []
     for timeline in timelines:

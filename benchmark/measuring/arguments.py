@@ -27,7 +27,11 @@ PEERS_WITH_OPTIONS = ("vllm", "sglang")
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults behind each flag, and the description as it was written."""
+    """Shows the default after each flag that has one, and the description as it was written."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        has_default = action.default is not None and action.default is not False and action.default not in ((), [])
+        return super()._get_help_string(action) if has_default else action.help
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
@@ -84,53 +88,93 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say which model is loaded, and how."""
     group = parser.add_argument_group("model and engine")
     which = group.add_mutually_exclusive_group()
-    which.add_argument("--model", default="demo", help="folder or hub id; demo: the built-in one")
+    which.add_argument("--model", default="demo", help="folder or hub id of the model; demo: the built-in one")
     which.add_argument(
         "--shape",
         choices=SHAPES,
-        help="a model of this size (a Qwen3 unless it says otherwise) with random weights, made on the spot",
+        help="model of this shape (Qwen3's unless the name says otherwise) with random weights, made by the script",
     )
-    group.add_argument("--dummy", action="store_true", help="random weights; --shape means it")
-    group.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32; auto: the checkpoint's")
-    group.add_argument("--device", default="auto", choices=get_args(Device), help="of minisgl and transformers")
-    group.add_argument("--max-running", type=int, default=256, metavar="N", help="sequences at the same time")
-    group.add_argument("--memory-ratio", type=float, default=0.9, help="share of the device's memory to use")
-    group.add_argument("--tp", type=int, default=1, metavar="N", help="devices that a model is divided among")
+    group.add_argument("--dummy", action="store_true", help="load random weights, as --shape does")
     group.add_argument(
-        "--enable-expert-parallel", action="store_true", help="minisgl: each device holds some experts whole"
+        "--dtype",
+        default="auto",
+        help="type of weights and computation: auto, bfloat16, float16 or float32; auto: the checkpoint's",
     )
-    group.add_argument("--disable-custom-all-reduce", action="store_true", help="minisgl: NCCL for every all-reduce")
+    group.add_argument(
+        "--device", default="auto", choices=get_args(Device), help="device on which minisgl and transformers compute"
+    )
+    group.add_argument("--max-running", type=int, default=256, metavar="N", help="sequences that run at the same time")
+    group.add_argument(
+        "--memory-ratio", type=float, default=0.9, help="share of the device's memory that an engine may use"
+    )
+    group.add_argument("--tp", type=int, default=1, metavar="N", help="devices among which a model is divided")
+    group.add_argument(
+        "--enable-expert-parallel",
+        action="store_true",
+        help="minisgl: each device holds some experts whole, not a part of every one",
+    )
+    group.add_argument(
+        "--disable-custom-all-reduce", action="store_true", help="minisgl: use NCCL for every all-reduce"
+    )
     group.add_argument(
         "--model-impl",
         default="auto",
         choices=get_args(ModelImplementation),
-        help="who computes the model in minisgl; transformers: its modules",
+        help="minisgl: implementation of the model; transformers: the modules of transformers",
     )
     group.add_argument(
-        "--page-size", type=int, default=DEFAULT_PAGE_SIZE, metavar="TOKENS", help="of minisgl's KV cache"
+        "--page-size",
+        type=int,
+        default=DEFAULT_PAGE_SIZE,
+        metavar="TOKENS",
+        help="minisgl: tokens per page of the KV cache",
     )
-    group.add_argument("--num-pages", type=int, metavar="PAGES", help="in minisgl's KV cache")
+    group.add_argument(
+        "--num-pages", type=int, metavar="PAGES", help="minisgl: pages in the KV cache; none: as many as memory allows"
+    )
     group.add_argument(
         "--quantization",
         default="auto",
         choices=get_args(QuantizationMethod),
-        help="what minisgl rounds matrices to; auto: as the checkpoint has them",
-    )
-    group.add_argument("--fp8-activations", action="store_true", help="minisgl: round x too where the format does")
-    group.add_argument("--attn", default="auto", metavar="NAME", help="minisgl's attention backend")
-    group.add_argument(
-        "--kv-cache-dtype", default="auto", choices=get_args(KVCacheDtype), help="what minisgl stores K and V in"
-    )
-    group.add_argument("--graph", type=int, metavar="ROWS", help="minisgl: largest batch in a CUDA graph; 0: none")
-    group.add_argument("--disable-overlap", action="store_true", help="minisgl: read each step before the next")
-    group.add_argument(
-        "--batch-policy", default="prefill-first", choices=get_args(BatchPolicyName), help="minisgl: what a step holds"
+        help="minisgl: format of matrices; auto: the checkpoint's; others: rounded to it as they are loaded",
     )
     group.add_argument(
-        "--schedule-policy", default="fcfs", choices=get_args(SchedulePolicy), help="minisgl: who enters first"
+        "--fp8-activations", action="store_true", help="minisgl: round activations to FP8, too, if the format does"
+    )
+    group.add_argument("--attn", default="auto", metavar="NAME", help="minisgl: attention backend")
+    group.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        choices=get_args(KVCacheDtype),
+        help="minisgl: type of the stored K and V; auto: the model's dtype",
     )
     group.add_argument(
-        "--max-prefill-length", type=int, default=8192, metavar="TOKENS", help="minisgl: prompt tokens of one step"
+        "--graph",
+        type=int,
+        metavar="ROWS",
+        help="minisgl: largest decode batch in a CUDA graph; 0: no graphs; none: --max-running",
+    )
+    group.add_argument(
+        "--disable-overlap", action="store_true", help="minisgl: read each step's tokens before launching the next step"
+    )
+    group.add_argument(
+        "--batch-policy",
+        default="prefill-first",
+        choices=get_args(BatchPolicyName),
+        help="minisgl: rows of a step; mixed: decodes with chunks of prompts; prefill-first: prompts before decodes",
+    )
+    group.add_argument(
+        "--schedule-policy",
+        default="fcfs",
+        choices=get_args(SchedulePolicy),
+        help="minisgl: order in which waiting prompts enter",
+    )
+    group.add_argument(
+        "--max-prefill-length",
+        type=int,
+        default=8192,
+        metavar="TOKENS",
+        help="minisgl: prompt tokens computed in one step",
     )
 
 
@@ -138,7 +182,11 @@ def add_peer_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say which engines are compared."""
     group = parser.add_argument_group("engines")
     group.add_argument(
-        "--engine", type=_engines, default=("minisgl",), metavar="NAMES", help=f"of {','.join(ENGINES)}; several run"
+        "--engine",
+        type=_engines,
+        default=("minisgl",),
+        metavar="NAMES",
+        help=f"engines to measure, one after the other, with commas: some of {','.join(ENGINES)}",
     )
     group.add_argument(
         "--engine-path",
@@ -146,7 +194,7 @@ def add_peer_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=FOLDERS",
-        help="where this engine is installed, if its packages must not meet the others'; may be repeated",
+        help="folders in which an engine is installed apart from the others; may be repeated",
     )
     group.add_argument(
         "--engine-option",
@@ -154,10 +202,14 @@ def add_peer_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME:OPTION=VALUE",
-        help="of vLLM's LLM or SGLang's Engine, such as sglang:attention_backend=triton; JSON, or a word; repeated",
+        help="option of vLLM's LLM or SGLang's Engine, such as sglang:attention_backend=triton; may be repeated",
     )
     group.add_argument(
-        "--static-batch", type=integers, default=(8, 32), metavar="SIZES", help="transformers: tried, the best counts"
+        "--static-batch",
+        type=integers,
+        default=(8, 32),
+        metavar="SIZES",
+        help="transformers: batch sizes to try, of which the fastest is measured",
     )
 
 
@@ -271,8 +323,8 @@ class Output:
 def add_output_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Add the flags that say where results go; return their group."""
     group = parser.add_argument_group("output")
-    group.add_argument("--json", type=Path, metavar="FILE", help="write figures, arguments and machine here")
-    group.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them here; needs matplotlib")
+    group.add_argument("--json", type=Path, metavar="FILE", help="file for the figures, the arguments and the machine")
+    group.add_argument("--plot", type=Path, metavar="FILE.png", help="file for a plot of the figures; needs matplotlib")
     return group
 
 
