@@ -129,16 +129,20 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder for the model and the checkpoint")
     parser.add_argument("--minutes", type=float, default=7.0, help="length of the whole training")
     parser.add_argument("--steps", type=int, help="stop after this many steps, though time is left")
-    parser.add_argument("--tokens", type=int, default=65536, help="tokens of one step")
+    parser.add_argument(
+        "--tokens", type=int, default=65536, help="tokens of one step; at least 3072, the longest document"
+    )
     parser.add_argument("--workers", type=int, default=14, help="processes that generate text")
-    parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"])
-    parser.add_argument("--lr-muon", type=float, default=0.02)
-    parser.add_argument("--lr-adam", type=float, default=3e-3)
-    parser.add_argument("--weight-decay", type=float, default=0.05)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--log-every", type=int, default=50, help="steps between two lines of the log")
+    parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"], help="layers of the model")
+    parser.add_argument("--lr-muon", type=float, default=0.02, help="largest learning rate of Muon")
+    parser.add_argument("--lr-adam", type=float, default=3e-3, help="largest learning rate of AdamW")
+    parser.add_argument("--weight-decay", type=float, default=0.05, help="weight decay of the matrices, by Muon")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the training text")
+    parser.add_argument(
+        "--log-every", type=int, default=50, help="steps between two lines of the log, with which the clock is read"
+    )
     parser.add_argument("--save-every", type=float, default=120, help="seconds between two checkpoints")
-    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in the folder")
     return parser.parse_args(arguments)
 
 
