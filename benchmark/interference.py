@@ -51,7 +51,10 @@ class Interference:
 
 
 def token_gaps(work: Interference, records: Sequence[RequestRecord]) -> FloatArray:
-    """Return ms between tokens of all streams while long prompts arrive. RuntimeError if a request failed."""
+    """Return ms between tokens of all streams while long prompts arrive.
+
+    RuntimeError if a request failed, or if the streams ended before.
+    """
     failed = [record.error for record in records if record.error]
     if failed:
         raise RuntimeError(f"{len(failed)} requests failed, the first: {failed[0]}")
@@ -61,7 +64,10 @@ def token_gaps(work: Interference, records: Sequence[RequestRecord]) -> FloatArr
         times = np.asarray(record.times)
         times = times[(times >= work.quiet) & (times <= end)]
         gaps.append(np.diff(times) * 1e3)
-    return np.concatenate(gaps)
+    found = np.concatenate(gaps)
+    if not len(found):
+        raise RuntimeError("the streams ended before a long prompt arrived: give more --stream-tokens")
+    return found
 
 
 def main() -> None:
