@@ -40,7 +40,7 @@ NO_EFFECT = _by_flag(
         "--async-scheduling": "overlap is on unless --disable-overlap says otherwise",
         "--enable-metrics": "/metrics is always there",
         "--enable-prompt-tokens-details --enable-cache-report": "usage always counts cached tokens",
-        "--disable-log-requests --no-enable-log-requests": "requests' texts are never logged",
+        "--disable-log-requests --no-enable-log-requests": "texts of requests are never logged",
         "--disable-log-stats": "statistics are at /metrics and not logged",
     }
 )
@@ -57,22 +57,22 @@ NO_SUCH_FLAG = _by_flag(
         "--compilation-config": "give --cuda-graph-max-bs: there is no other compilation to configure",
         "--enable-torch-compile": "there is no torch.compile here: kernels are compiled at the first start",
         "--scheduling-policy": "give --schedule-policy; requests' priorities are always obeyed",
-        "--pipeline-parallel-size --pp-size": "a model is spread with --tp alone",
+        "--pipeline-parallel-size --pp-size": "--tp is the only way to divide a model among GPUs",
         "--data-parallel-size --dp-size --dp": "start a server for each replica, behind a proxy",
         "--nnodes": "a server runs on one host",
         "--distributed-executor-backend": "each rank is a process of one host",
         "--enable-lora --lora-modules --lora-paths": "LoRA adapters are not supported: merge them into the weights",
         "--speculative-config --speculative-algorithm": "there is no speculative decoding",
         "--swap-space": "a request that loses its pages computes them again; nothing is swapped",
-        "--cpu-offload-gb": "weights stay on the device: spread them with --tp",
-        "--seed --random-seed": "send seed with a request: its tokens' random numbers then depend on nothing else here",
-        "--tokenizer-revision": "give --tokenizer as a folder, or leave both out",
+        "--cpu-offload-gb": "weights stay on the device: divide them among GPUs with --tp",
+        "--seed --random-seed": "send seed with a request: random numbers depend only on it and on a token's position",
+        "--tokenizer-revision": "give --tokenizer as a folder with that revision",
         "--tokenizer-mode": "the tokenizer is always the fast one (tokenizer.json)",
         "--hf-overrides --json-model-override-args --rope-scaling": "change config.json in a folder of your own",
         "--task": "give --runner pooling, and --convert embed or classify where the model's folder does not say it",
-        "--grammar-backend --guided-decoding-backend --structured-outputs-config": "grammars are always llguidance's",
-        "--chat-template-content-format": "content is given to the template as its form asks",
-        "--log-requests --enable-log-requests": "requests' texts are never logged; --access-log has a line for each",
+        "--grammar-backend --guided-decoding-backend --structured-outputs-config": "llguidance compiles all grammars",
+        "--chat-template-content-format": "messages get the form that the chat template expects",
+        "--log-requests --enable-log-requests": "texts are never logged; --access-log logs one line a request",
     }
 )
 
@@ -110,7 +110,7 @@ def make_parser(*, serve: bool = False) -> argparse.ArgumentParser:
     add_flags(parser.add_argument_group("engine"), EngineConfig)
     add_flags(parser.add_argument_group("scheduler"), SchedulerConfig)
     same = parser.add_argument_group("accepted without effect")
-    same.add_argument("--moe-backend", choices=("auto", "fused"), help="experts have one way on each device")
+    same.add_argument("--moe-backend", choices=("auto", "fused"), help="each device has one implementation of experts")
     same.add_argument(
         *("--expert-parallel-size", "--ep-size", "--ep"),
         type=int,
