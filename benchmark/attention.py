@@ -11,7 +11,6 @@ norms, rotates and stores, which the others leave to another kernel.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 
 from kernel_times import DEVICE, Case, copy_speed, microseconds
+from measuring.arguments import make_parser
 from measuring.report import table
 from minisgl.attention.backend_choice import CANDIDATES, make_backend
 from minisgl.attention.base import (
@@ -175,13 +175,19 @@ def planning(spec: AttentionSpec, rows: int, context: int) -> tuple[float, float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Attention backends beside each other", allow_abbrev=False)
-    parser.add_argument("--decode", nargs="*", default=DECODES, metavar="ROWSxCONTEXT[-LONGEST]")
-    parser.add_argument("--heads", nargs="*", default=[f"{q},{kv}" for q, kv in HEADS], metavar="QUERY,KV")
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--page-size", type=int, default=64)
-    parser.add_argument("--kv-cache-dtype", default="auto", choices=get_args(KVCacheDtype))
-    parser.add_argument("--only", choices=("decode", "prefill", "planning"))
+    parser = make_parser(__doc__)
+    parser.add_argument(
+        "--decode", nargs="*", default=DECODES, metavar="ROWSxCONTEXT[-LONGEST]", help="decodes to measure"
+    )
+    parser.add_argument(
+        "--heads", nargs="*", default=[f"{q},{kv}" for q, kv in HEADS], metavar="QUERY,KV", help="numbers of heads"
+    )
+    parser.add_argument("--head-dim", type=int, default=128, metavar="N", help="dimensions of a head")
+    parser.add_argument("--page-size", type=int, default=64, metavar="TOKENS", help="tokens per page of the KV cache")
+    parser.add_argument(
+        "--kv-cache-dtype", default="auto", choices=get_args(KVCacheDtype), help="type of the stored K and V"
+    )
+    parser.add_argument("--only", choices=("decode", "prefill", "planning"), help="part to measure instead of all")
     args = parser.parse_args()
     torch.manual_seed(0)
     speed = copy_speed()

@@ -10,12 +10,12 @@ large copy in the same run.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
+from measuring.arguments import make_parser
 from measuring.report import table
 from measuring.shapes import SHAPES
 from minisgl.attention.backends.page_kernels import PageList, PageUpcaster, flatten_pages, make_flattener
@@ -410,9 +410,9 @@ SUITES: dict[str, Callable[[], Iterator[Case]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Times of the CUDA kernels", allow_abbrev=False)
-    parser.add_argument("--only", choices=SUITES, help="one suite instead of all")
-    parser.add_argument("--calls", type=int, default=20, help="calls in one graph")
+    parser = make_parser(__doc__)
+    parser.add_argument("--only", choices=SUITES, help="suite to measure instead of all")
+    parser.add_argument("--calls", type=int, default=20, metavar="N", help="calls in one graph")
     args = parser.parse_args()
     torch.manual_seed(0)
     speed = copy_speed()
