@@ -35,7 +35,7 @@ GET_ROUTES_THAT_ACT = frozenset({"/flush_cache", "/health_generate"})
 OWN_SITES = ("same-origin", "none")  # none: a person typed the address
 BEARER = b"bearer "
 ANY_KEY = "the server needs one of its keys, as `Authorization: Bearer KEY` or `x-api-key: KEY`"
-ADMIN_KEY = "this route needs the key of --admin-api-key, as `Authorization: Bearer KEY`"
+ADMIN_KEY = "this route needs the key of --admin-api-key, as `Authorization: Bearer KEY` or `x-api-key: KEY`"
 
 Check = Callable[[Scope], ApiError | None]
 
