@@ -103,7 +103,7 @@ class StepLoop:
     def step(self) -> StepOutput:
         """Launch a step if one can be planned, then complete the oldest step if more are in flight than overlap allows.
 
-        With overlap, two sequences, the second of which ends by its stop token, found a step late:
+        Example with overlap: two sequences, of which the second ends by a stop token that is read one step late.
 
         | call | launches            | completes                                          |
         |------|---------------------|----------------------------------------------------|
