@@ -60,7 +60,7 @@ def _sdk() -> openai.OpenAI:
 
 
 class RunningServer:
-    """The API server of `process.serve`, without the process."""
+    """The API server of `api_process.serve`, without the process."""
 
     def __init__(
         self,
