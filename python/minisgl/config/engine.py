@@ -119,7 +119,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     num_pages: Annotated[
         int | None,
         Setting(
-            "pages in the KV cache; none: as many as memory allows",
+            "pages in the KV cache; none: as many as memory allows, up to those that all running requests can use",
             aliases=("--num-gpu-blocks-override",),
             metavar="PAGES",
             keyword="num_page_override",
@@ -157,7 +157,8 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
         int | None,
         Setting(
             "snapshots of recurrent layers' states (hybrid models) kept after cached prefixes, from which later "
-            "prompts continue; 0: no prefix is reused; none: as many as memory allows",
+            "prompts continue; 0: no prefix is reused; none: as many as fit a quarter of the memory that states leave, "
+            "up to 4 for each request that may run",
             ge=0,
         ),
     ] = None

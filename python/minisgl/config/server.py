@@ -36,7 +36,7 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
     model_names: Annotated[
         tuple[str, ...],
         Setting(
-            "names of the model for clients; answers have the first; none: the hub id, or the folder",
+            "names of the model for clients; answers have the first; none: the hub id, or the folder's name and path",
             flags=("--served-model-name",),
             metavar="NAME",
         ),
