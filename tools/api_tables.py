@@ -8,6 +8,7 @@ routes that generate, those of the others what they add or change.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from pathlib import Path
@@ -109,4 +110,5 @@ def _word(bound: Bound | None) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     PAGE.write_text(write_tables(PAGE.read_text()))

@@ -143,8 +143,8 @@ def _try_apart(model_type: str, tp_size: int, results: Any) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help="model types, comma separated; none: all")
-    parser.add_argument("--tp", type=int, default=1, help="ranks")
+    parser.add_argument("--only", metavar="TYPES", help="model types, with commas (default: all)")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
     args = parser.parse_args()
     from transformers import AutoModelForCausalLM
 

@@ -131,17 +131,33 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("model", help="folder or hub id of the model; demo: the built-in one")
-    parser.add_argument("--reference", default=None, metavar="MODEL", help="what transformers loads; none: MODEL")
+    parser.add_argument(
+        "--reference",
+        default=None,
+        metavar="MODEL",
+        help="folder or hub id that transformers loads; none: the same model",
+    )
     add_flags(parser, EngineConfig, only=ENGINE_FLAGS, defaults=ENGINE_DEFAULTS)
     add_flags(parser, SchedulerConfig, only=SCHEDULER_FLAGS, defaults=SCHEDULER_DEFAULTS)
     parser.add_argument(
-        "--new-tokens", type=int, default=24, metavar="N", help="to generate for each prompt (default: %(default)s)"
+        "--new-tokens",
+        type=int,
+        default=24,
+        metavar="N",
+        help="tokens to generate for each prompt (default: %(default)s)",
     )
     parser.add_argument(
-        "--tolerance", type=float, default=1.0, metavar="FACTOR", help="widens the limits (default: %(default)s)"
+        "--tolerance",
+        type=float,
+        default=1.0,
+        metavar="FACTOR",
+        help="factor of the largest allowed differences (default: %(default)s)",
     )
     parser.add_argument(
-        "--scratch", default=None, metavar="DIR", help="for the logits of transformers; none: as TMPDIR"
+        "--scratch",
+        default=None,
+        metavar="DIR",
+        help="folder for the logits of transformers; none: the folder that TMPDIR names",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = parser.parse_args(argv)
