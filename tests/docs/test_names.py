@@ -126,6 +126,26 @@ def test_names_are_those_of_the_source(page: Path) -> None:
     assert [*unknown_names(page)] == []
 
 
+@pytest.mark.parametrize("page", sorted(DOCS.glob("[1-7]-*.md")), ids=lambda page: page.stem)
+def test_what_a_page_walks_through_is_where_its_table_says(page: Path) -> None:
+    """Each name in the last column is defined in a file, or in a folder, of the column before."""
+    table = page.read_text(encoding="utf-8").partition("| what | where | read |\n")[2]
+    rows = [line.strip("|").split("|") for line in table.splitlines()[1:] if line.startswith("|")]
+    assert len(rows) > 4
+    for _, where, read in rows:
+        places = tuple(f"/{place}" for place in CODE.findall(where))
+        files = [path for path in sources() if str(path).endswith(places) or f"{path.parent}/".endswith(places)]
+        for name in CODE.findall(read):
+            for part in name.split("."):
+                assert any(defines(path, part) for path in files), f"{name} is not in {where.strip()}"
+
+
+def defines(path: Path, name: str) -> bool:
+    """True if a source file defines a function or class, or of CUDA uses it."""
+    definition = rf"^ *(?:async )?(?:def|class) {name}\b" if path.suffix == ".py" else rf"\b{name}\b"
+    return re.search(definition, sources()[path], re.MULTILINE) is not None
+
+
 def test_the_table_of_folders_is_whole_and_right_about_torch() -> None:
     rows = re.findall(
         r"^\| (`.*`) \| .* \| (.*) \|$", (DOCS / "8-reference.md").read_text(encoding="utf-8"), re.MULTILINE
