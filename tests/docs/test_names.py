@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from minisgl.cli import make_parser
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "python" / "minisgl"
 DOCS = ROOT / "docs"
@@ -19,6 +21,11 @@ PAGES = sorted(
 FOREIGN_NAMES = {  # have names of other systems
     *("api.md", "deployment.md", "from-sglang.md", "from-vllm.md", "glossary.md", "structured_output.md"),
 }
+FOREIGN_FLAGS = {  # of Docker, pip, nvidia-smi, Schemathesis, routers and vLLM
+    *("--ipc", "--shm-size", "--stop-timeout", "--time", "--ulimit", "--index-url", "--target", "--query-gpu"),
+    *("--checks", "--phases", "--kv-event-source", "--kv-event-replay-source", "--api-server-count"),
+    "--max-num-scheduled-tokens",
+}
 FOLDERS = "python", "csrc", "tests", "benchmark", "tools", "docs", "scripts", "deploy", ".ci"
 
 LINK = re.compile(r"\[[^\]]*\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
@@ -28,6 +35,7 @@ FOLDER = re.compile(r"[\w-]+(?:/[\w-]+)*/")
 TEST = re.compile(r"\btest_\w+")
 MODULE = re.compile(r"\bminisgl(?:\.\w+)+")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
 
 
@@ -124,6 +132,18 @@ def test_mentioned_names_and_files_exist(page: Path) -> None:
 )
 def test_names_are_those_of_the_source(page: Path) -> None:
     assert [*unknown_names(page)] == []
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if not page.name.startswith("from-")],  # their flags are compared with the parser
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_flags_are_the_servers_or_a_scripts(page: Path) -> None:
+    options = {option for action in make_parser()._actions for option in action.option_strings}
+    options |= {flag for text in sources().values() for flag in re.findall(r'"(--[a-z][\w-]*)"', text)}
+    named = {flag for code in CODE.findall(prose(page.read_text(encoding="utf-8"))) for flag in FLAG.findall(code)}
+    assert named - options - FOREIGN_FLAGS == set()
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("[1-7]-*.md")), ids=lambda page: page.stem)
