@@ -6,6 +6,7 @@ import io
 import re
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import CodeType
 
 import pytest
 
@@ -22,6 +23,14 @@ def lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
+def printed_by(program: str | CodeType, names: dict[str, object] | None = None) -> list[str]:
+    """Run a program with these global names, and return the lines that it prints."""
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        exec(program, {} if names is None else names)
+    return lines(printed.getvalue())
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_programs_print_what_the_page_says(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
@@ -31,11 +40,21 @@ def test_programs_print_what_the_page_says(page: Path) -> None:
     for example in examples:
         first_line = text.count("\n", 0, example.start("program"))
         program = compile("\n" * first_line + example["program"], str(page), "exec")
-        printed = io.StringIO()
-        with redirect_stdout(printed):
-            exec(program, names)
-        assert lines(printed.getvalue()) == lines(example["output"] or "")
+        assert printed_by(program, names) == lines(example["output"] or "")
 
 
 def test_there_are_eight_pages() -> None:
     assert [page.stem[0] for page in PAGES] == list("12345678")
+
+
+def test_the_backend_of_its_page_computes_what_it_should(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, *_, self_test = EXAMPLE.finditer((DOCS / "extending" / "backend.md").read_text(encoding="utf-8"))
+    (tmp_path / "dense.py").write_text(module["program"])
+    monkeypatch.syspath_prepend(tmp_path)
+    assert printed_by(f"from dense import DenseAttention\n{self_test['program']}") == lines(self_test["output"])
+
+
+def test_a_program_of_vllm_runs() -> None:
+    (program,) = EXAMPLE.finditer((DOCS / "from-vllm.md").read_text(encoding="utf-8"))
+    (text,) = printed_by(program["program"])
+    assert text
