@@ -176,8 +176,12 @@ def run_rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="GPUs (default: 2)")
-    parser.add_argument("--shapes", default="14b", metavar="NAMES", help=f"of {', '.join(SHAPES)} (default: 14b)")
-    parser.add_argument("--tokens", type=integers, default=(2048, 4096, 8192), help="prompts (default: 2048,4096,8192)")
+    parser.add_argument(
+        "--shapes", default="14b", metavar="NAMES", help=f"models, with commas: {', '.join(SHAPES)} (default: 14b)"
+    )
+    parser.add_argument(
+        "--tokens", type=integers, default=(2048, 4096, 8192), help="lengths of the prompts (default: 2048,4096,8192)"
+    )
     parser.add_argument("--runs", type=int, default=7, metavar="N", help="turns of each way (default: 7)")
     args = parser.parse_args()
     processes = multiprocessing.get_context("spawn")
