@@ -141,7 +141,7 @@ class RankProcesses:
         return [Outbox(self._context, self.addresses.rank(rank)) for rank, _ in enumerate(self._children, start=1)]
 
     def end_if_lost(self) -> None:
-        """If a rank has ended, end the others, which wait for it: leaving NCCL's group may wait for them.
+        """End the other ranks if one has ended, because they wait for it, and leaving NCCL's group may wait for them.
 
         No `check` may follow: it could not tell any more which rank was the first.
         """

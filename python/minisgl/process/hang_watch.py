@@ -118,7 +118,7 @@ class RankWatch:
         return max(self._looked + PING_SECONDS - time.monotonic(), 0.0) if self._limit else None
 
     def look(self) -> str | None:
-        """If it is time, ping the ranks that have answered; return a line that names the rank that hangs, if one does.
+        """Ping the ranks that have answered, if it is time; return a line that names the rank that hangs, if one does.
 
         Answers that have arrived must be recorded before.
         """

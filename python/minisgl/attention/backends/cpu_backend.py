@@ -112,7 +112,7 @@ class CpuAttention(TorchAttention):
     """Implements attention.base.AttentionBackend on a CPU, for any page size; larger pages need fewer calls."""
 
     def __init__(self, spec: AttentionSpec, *, as_vectors: bool | None = None) -> None:
-        """With `as_vectors` None, `attends_as_vectors` decides for this CPU."""
+        """`as_vectors`: None means what `attends_as_vectors` decides for this CPU."""
         super().__init__(spec)
         self._as_vectors = attends_as_vectors(spec.dtype) if as_vectors is None else as_vectors
 
