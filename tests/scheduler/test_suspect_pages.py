@@ -130,24 +130,26 @@ def test_a_failed_request_leaves_what_others_had_cached(options: dict[str, objec
     assert [world.ends[seq_id] for seq_id in range(4)] == ["length", "error", "error", "length"]
 
 
-@pytest.mark.parametrize("has_token", [False, True])
-def test_pages_of_a_failed_request_stay_as_long_as_others_read_them(has_token: bool) -> None:
+@pytest.mark.parametrize("token", ["none", "in the same step", "before"])
+def test_pages_of_a_failed_request_stay_as_long_as_others_read_them(token: str) -> None:
     """Sequence 0 fails in its answer, while sequence 1 reads its prompt's pages, and has a token from them or not."""
     bad_slots: set[int] = set()
     world = World(
-        page_size=4, num_pages=400, chunk=64, batch_policy="mixed", overlap=False, computes_nan=bad_slots.__contains__
+        page_size=4, num_pages=400, chunk=32, batch_policy="mixed", overlap=False, computes_nan=bad_slots.__contains__
     )
-    prompt = list(range(16))
+    prompt, has_token = list(range(16)), token != "none"
     world.add(0, prompt, max_tokens=40, ignore_eos=True)
     world.step()
-    world.add(1, [*prompt, *range(20, 30 if has_token else 99)], max_tokens=40 if has_token else 1, ignore_eos=True)
-    world.step()
-    assert world.cached[1] == 16
-    assert len(world.answers[1]) == has_token
     request = world.scheduler._requests.find(0)
     assert request is not None
+    world.add(1, [*prompt, *range(20, 30 if has_token else 99)], max_tokens=40 if has_token else 1, ignore_eos=True)
+    if token != "in the same step":
+        world.step()
+        assert len(world.answers[1]) == has_token
     bad_slots.add(request.slot)
     world.step()
+    assert world.cached[1] == 16
+    assert len(world.answers[1]) == {"none": 0, "in the same step": 1, "before": 2}[token]
     assert world.ends[0] == "error"
     bad_slots.clear()
     world.add(2, [*prompt, 49], max_tokens=1, ignore_eos=True)

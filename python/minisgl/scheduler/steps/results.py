@@ -55,14 +55,13 @@ class StepResults:
         if batch.logprobs is not None:
             report_logprobs(self._requests.output, table, batch, batch.logprobs, result)
         live = table.live[slots]  # tokens of requests that ended while the step ran are dropped
-        failed = live & (tokens == NO_TOKEN)
-        if failed.any():
-            for slot in slots[failed].tolist():
-                self._fail(table.request(slot))
-            live &= ~failed
         slots, tokens = slots[live], tokens[live]
+        is_finite = tokens != NO_TOKEN
+        failed, slots, tokens = slots[~is_finite], slots[is_finite], tokens[is_finite]
         table.tokens[slots, table.known_len[slots]] = tokens
         table.known_len[slots] += 1
+        for slot in failed.tolist():  # now that the others have their tokens, which prove pages that they share
+            self._fail(table.request(slot))
         self._requests.output.seq_ids = table.seq_id[slots].tolist()
         self._requests.output.tokens = pack_ids(tokens)
 
