@@ -130,6 +130,35 @@ def test_a_failed_request_leaves_what_others_had_cached(options: dict[str, objec
     assert [world.ends[seq_id] for seq_id in range(4)] == ["length", "error", "error", "length"]
 
 
+@pytest.mark.parametrize("options", [{"snapshots": 20}, {"window": 5, "num_window_pages": 12}], ids=str)
+def test_nan_that_a_request_adds_to_proven_pages_goes_with_the_next_failure(options: dict[str, object]) -> None:
+    """Sequence 2 computes NaN and is aborted before it has a token.
+
+    By then its state is saved after pages of sequence 0, or these have its windowed pages.
+    """
+    bad_slots: set[int] = set()
+    world = World(page_size=4, num_pages=400, chunk=8, overlap=False, computes_nan=bad_slots.__contains__, **options)  # type: ignore[arg-type]
+    good = list(range(16))
+    world.add(0, [*good, *range(20, 36)], max_tokens=2, ignore_eos=True)
+    world.run()
+    world.add(1, [49] * 60, max_tokens=2, ignore_eos=True)  # evicts the windowed pages of `good`
+    world.run()
+    world.add(2, [*good, *range(36, 49)], max_tokens=2, ignore_eos=True)
+    world.step()
+    request = world.scheduler._requests.find(2)
+    assert request is not None
+    bad_slots.add(request.slot)
+    world.step()
+    bad_slots.clear()
+    world.step()  # saves the state after `good`
+    world.scheduler.end(2, "abort")
+    for seq_id in (3, 4, 5):
+        world.add(seq_id, [*good, 49], max_tokens=1, ignore_eos=True)
+        world.run()
+    assert [world.ends[seq_id] for seq_id in range(6)] == ["length", "length", "abort", "error", "length", "length"]
+    assert [world.cached[seq_id] for seq_id in range(2, 6)] == [0, 16, 0, 16]
+
+
 @pytest.mark.parametrize("token", ["none", "in the same step", "before"])
 def test_pages_of_a_failed_request_stay_as_long_as_others_read_them(token: str) -> None:
     """Sequence 0 fails in its answer, while sequence 1 reads its prompt's pages, and has a token from them or not."""

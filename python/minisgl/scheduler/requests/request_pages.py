@@ -196,6 +196,7 @@ class RequestPages:
         request.prefix = shared
         if self._windows is not None:
             self._windows.share(request.slot, shared.pages)
+            self._added_to(shared.pages, pages)
         return int(shared.pages[-1]) if len(shared.pages) else None
 
     def record_outcome(self, request: Request, *, is_finite: bool) -> None:
@@ -218,9 +219,20 @@ class RequestPages:
 
     def _prove(self, slot: int) -> None:
         """Prove the pages from which a request's newest token was computed; its own K and V chose none yet."""
-        known = int(self._table.known_len[slot])
+        known, row = int(self._table.known_len[slot]), self._table.row_pages(slot)
         if known > self._table.entry_len[slot]:
-            self._trust.prove(self._table.row_pages(slot)[: (known - 1) // self._page_size])
+            prefix = row[: self._table.request(slot).hit_tokens // self._page_size]
+            began = prefix[-1:] if self._windows is None else self._windows.seen_after(prefix)
+            self._trust.prove(row[: (known - 1) // self._page_size], began)
+
+    def snapshot_saved(self, request: Request, position: int, page: int) -> None:
+        """Record that the request's state after `position` tokens is saved for this cached page of its tokens."""
+        index = position // self._page_size - 1
+        self._added_to(np.array([page], dtype=np.int32), self._table.pages[request.slot, index : index + 1])
+
+    def _added_to(self, cached: Int32Array, row: Int32Array) -> None:
+        """Record what a request has added to cached pages of its tokens; `row`: its own pages of these tokens."""
+        self._trust.added_to(cached[cached != row[: len(cached)]])
 
     def give_back(self, request: Request) -> None:
         """Return a request's slot, pages and lock. No incomplete step may name the slot.
@@ -239,11 +251,13 @@ class RequestPages:
         pages = table.row_pages(slot)
         whole = min(int(table.cached_len[slot]), int(table.known_len[slot])) // self._page_size
         whole = self._trust.usable(pages[:whole])
+        # Pages that the cache neither gets nor has already, under this request's lock.
         is_own = np.arange(len(pages)) >= whole
         is_own[: len(prefix.pages)] &= pages[: len(prefix.pages)] != prefix.pages
         result = self._cache.insert(table.tokens[slot, : whole * self._page_size], pages[:whole], request.salt)
         if self._windows is not None:
             self._windows.leave(slot, result.handle.pages)
+            self._added_to(result.handle.pages, pages)
         self._cache.unlock(prefix)
         request.prefix = None
         self._forget_suspects(table.tokens[slot, : prefix.cached_len], prefix, request.salt)

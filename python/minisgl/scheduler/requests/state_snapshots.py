@@ -142,6 +142,7 @@ class StateSnapshots:
             row.answer_page = page if is_own else _NOWHERE
         if page not in self.store:
             self._copies.append((slot, self._first + self.store.add(page)))
+            self._pages.snapshot_saved(request, position, page)
 
     def take_copies(self) -> list[tuple[int, int]]:
         """Return the copies for the next plan, in order."""

@@ -63,13 +63,17 @@ class WindowRows:
         found = ends[last_absent <= np.maximum(ends - self._behind, 0)]
         return int(found[-1]) if len(found) else 0
 
+    def seen_after(self, prefix: Int32Array) -> Int32Array:
+        """Return the pages of a prefix in the window of the query after it."""
+        return prefix[self._first(prefix) :]
+
     def lock(self, prefix: Int32Array) -> None:
         """Lock the window before the end of a usable prefix."""
-        self.pool.lock(prefix[self._first(prefix) :])
+        self.pool.lock(self.seen_after(prefix))
 
     def unlock(self, prefix: Int32Array) -> None:
         """Undo `lock`, because the request does not enter."""
-        self.pool.unlock(prefix[self._first(prefix) :])
+        self.pool.unlock(self.seen_after(prefix))
 
     def needed(self, num_tokens: int, prefix: Int32Array) -> int:
         """Return the number of pages to promise to a request with `num_tokens` known tokens and a locked prefix."""
