@@ -194,6 +194,8 @@ def main() -> None:
                 one.start()
             for one in ranks:
                 one.join()
+            if any(one.exitcode for one in ranks):
+                raise SystemExit("a rank failed")
 
 
 if __name__ == "__main__":

@@ -16,12 +16,11 @@ from minisgl.kernel.launch.compile import Compiler
 from minisgl.kernel.launch.signature import SCALAR_NAMES, KernelSpec, Macros
 
 # Constants of long_sum.cu.
-VECTOR_BYTES = 16
+_VECTOR_BYTES = 16
 _CONTROL_WORDS = 2
+_FLAGS_BYTES = 128  # at the beginning of each rank's memory: Flags of up to 16 ranks, and rows stay aligned
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-FLAGS_BYTES = 128  # at the beginning of each rank's memory, for up to 8 ranks
 _THREADS = 264 * 640  # of a launch: two rows of 5,120 values on each multiprocessor of an H200
 
 
@@ -64,17 +63,17 @@ class LongSums:
         """
         self._compiler, self._memory, self._shared = compiler, memory, shared
         self._ranks, self._sizes, self._dtype = len(memory.addresses), sizes, dtype
-        self._row_vectors = width * dtype.itemsize // VECTOR_BYTES
+        self._row_vectors = width * dtype.itemsize // _VECTOR_BYTES
         self._blocks = max_blocks or max(_THREADS // self._row_vectors, 1)
         self._control = torch.zeros(_CONTROL_WORDS, dtype=torch.int32, device=memory.words.device)
-        rows = memory.words.view(torch.uint8)[FLAGS_BYTES:].view(dtype).view(2, sizes[-1], width)
+        rows = memory.words.view(torch.uint8)[_FLAGS_BYTES:].view(dtype).view(2, sizes[-1], width)
         self._parts: Tensor = rows[0]
         self._results: Tensor = rows[1]
 
     @staticmethod
     def bytes_for(tokens: int, width: int, dtype: torch.dtype) -> int:
         """Return the size of a rank's memory."""
-        return FLAGS_BYTES + 2 * tokens * width * dtype.itemsize
+        return _FLAGS_BYTES + 2 * tokens * width * dtype.itemsize
 
     def part_like(self, x: Tensor) -> Tensor | None:
         """Return memory for this rank's part of a sum like x [T, width]; None if such sums are not for this kernel."""
@@ -99,8 +98,8 @@ class LongSums:
             addresses=self._memory.addresses,
             control=self._control,
             rows=len(part),
-            parts=FLAGS_BYTES,
-            results=FLAGS_BYTES + self._parts.nbytes,
+            parts=_FLAGS_BYTES,
+            results=_FLAGS_BYTES + self._parts.nbytes,
             eps=eps,
             **self._shared,
         )
@@ -109,7 +108,7 @@ class LongSums:
 
 def supports_rows(width: int, dtype: torch.dtype) -> bool:
     """Return True if one block can process a row, with a thread for each vector."""
-    vectors, rest = divmod(width * dtype.itemsize, VECTOR_BYTES)
+    vectors, rest = divmod(width * dtype.itemsize, _VECTOR_BYTES)
     return dtype in _DTYPES and rest == 0 and vectors % 32 == 0 and vectors <= 1024
 
 
