@@ -2,11 +2,15 @@
 
 K and V are not examined, which would cost a launch in every step. NaN in a page makes the logits of all later tokens
 NaN, so a request's logits tell about all pages that it reads. A new page is unproven. It becomes proven when a request
-that reads it gets finite logits, and suspect when a request that reads it fails before that. So a request may fail
-because of a page that another one has computed, but the next request does not find that page any more.
+that reads it gets finite logits and does not fail itself, and suspect when a request that reads it fails before that.
+So a request may fail because of a page that another one has computed, but the next request does not find that page any
+more.
 
 A request may add something to a cached page that another one has computed: a windowed page, or a snapshot of a
 recurrent state. Most readers of the page do not read that, so only a request that began there proves it.
+
+Where layers attend to a window, a NaN spreads to all later tokens only if a layer after it attends to all tokens.
+Models whose last layers all have windows may therefore have a page proven by tokens that did not read its NaN.
 """
 
 from __future__ import annotations
