@@ -98,6 +98,7 @@ extern "C" __global__ void __launch_bounds__(ROW_VECTORS, SM_BLOCKS) long_sum(
   if (threadIdx.x == 0) {
     __threadfence_system();
     is_last = atomicAdd(done, 1) == gridDim.x - 1;
+    if (is_last) __threadfence_system();  // all blocks' rows come before the flags that any thread of this block sets
   }
   __syncthreads();
   if (!is_last || !peers.meet<&Flags::sent>() || threadIdx.x) return;
