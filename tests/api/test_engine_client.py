@@ -194,6 +194,62 @@ def test_log_probabilities_that_are_held_are_bounded(monkeypatch: pytest.MonkeyP
     asyncio.run(main())
 
 
+def test_log_probabilities_that_come_while_a_thread_writes_others_stay_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_request, "MAX_LOGPROBS", 100)
+
+    async def main() -> None:
+        client, _ = make()
+        with client.open(job(prompt_logprobs=0, logprobs=0)) as request:
+            (sequence,) = request.seq_ids
+            reader = Reader()
+            client.dispatch([Accepted([sequence], pack_ids([5]))])
+            streaming = asyncio.create_task(request.stream_to(reader))
+            await asyncio.sleep(0)
+            client.dispatch([scored(sequence, prompt=60)])
+            await reader.taking.wait()
+            client.dispatch([scored(sequence, tokens=40)])
+            reader.not_behind.clear()
+            reader.may_end.set()
+            for _ in range(5):
+                await asyncio.sleep(0)
+            client.dispatch([scored(sequence, tokens=60)])
+            assert not request.has_failed, "those of the prompt are written"
+            client.dispatch([scored(sequence, tokens=1)])
+            assert request.has_failed
+            reader.not_behind.set()
+            with pytest.raises(ApiError, match="more than 100"):
+                await streaming
+
+    asyncio.run(main())
+
+
+def test_a_request_that_fails_is_aborted_while_its_client_reads_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reader waits for the client, and learns of the failure only then."""
+    monkeypatch.setattr(open_request, "MAX_LOGPROBS", 10)
+
+    async def main() -> None:
+        client, (outbox,) = make()
+        with client.open(job(logprobs=0, n=2)) as request:
+            first, second = request.seq_ids
+            reader = Reader()
+            client.dispatch([Accepted([first, second], pack_ids([5]))])
+            reader.not_behind.clear()
+            streaming = asyncio.create_task(request.stream_to(reader))
+            await asyncio.sleep(0)
+            client.dispatch([scored(first, tokens=8)])
+            await asyncio.sleep(0)
+            assert not any(isinstance(message, Abort) for message in outbox.sent)
+            client.dispatch([scored(second, tokens=8)])
+            assert [message.seq_ids for message in outbox.sent if isinstance(message, Abort)] == [[first, second]]
+            reader.not_behind.set()
+            with pytest.raises(ApiError, match="more than 10"):
+                await streaming
+        assert idle(client)
+        assert [type(message) for message in outbox.sent] == [Generate, Abort]
+
+    asyncio.run(main())
+
+
 def test_an_error_of_one_reader_is_its_own() -> None:
     async def main() -> None:
         client, _ = make()

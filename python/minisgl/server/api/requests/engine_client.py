@@ -171,6 +171,8 @@ class EngineClient:
         reached, self._reached = self._reached, set()
         for request in reached:
             request.deliver()
+            if request.has_failed:  # its reader may wait for a slow client, while the engine would go on
+                self._release(request)
 
     def _dispatch(self, message: ToApi) -> None:
         match message:

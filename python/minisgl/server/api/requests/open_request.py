@@ -195,9 +195,10 @@ class OpenRequest:
             await sink.caught_up()
             if self._has_prompt_logprobs():
                 self._sink, pending, self._pending = None, self._pending, {}
+                num_logprobs = self._held_logprobs  # more may come while the thread writes these
                 await sink.take_in_thread(pending.values())
                 self._sink = sink
-                self._written_to(sink)
+                self._written_to(sink, num_logprobs)
             else:
                 self._give_to(sink)
             await self._until(OpenRequest._is_pending_or_over)
@@ -276,7 +277,7 @@ class OpenRequest:
         self.clocks[seq_id - self.seq_ids.start].end("abort", time.perf_counter())
 
     def release_logprobs(self) -> None:
-        """Count the log-probabilities that came up to now as no longer held."""
+        """Count no log-probabilities of this request as held any more, because it has ended."""
         self._logprobs.held -= self._held_logprobs
         self._held_logprobs = 0
 
@@ -325,13 +326,15 @@ class OpenRequest:
         try:
             if pending:
                 sink.take(pending.values())
-                self._written_to(sink)
+                self._written_to(sink, self._held_logprobs)
         except Exception as error:  # fails this request, not the task that handles all messages
             self.fail(error)
 
-    def _written_to(self, sink: Sink) -> None:
+    def _written_to(self, sink: Sink, num_logprobs: int) -> None:
+        """Count log-probabilities that the sink has written as no longer held, unless it keeps them."""
         if not sink.keeps_logprobs:
-            self.release_logprobs()
+            self._logprobs.held -= num_logprobs
+            self._held_logprobs -= num_logprobs
 
     async def _until(self, condition: Callable[[OpenRequest], bool]) -> None:
         """Wait for the condition, or raise the failure."""
