@@ -224,6 +224,13 @@ def test_names_of_hosts_have_at_most_253_characters() -> None:
     assert not is_allowed({"format": "hostname", "maxLength": 4}, '"a-b.c"')
 
 
+@pytest.mark.parametrize("length", ["4", None, True, -1, 2.5])
+def test_a_wrong_length_of_a_name_of_a_host_is_not_replaced(length: Any) -> None:
+    schema = grammar_of({"type": "string", "format": "hostname", "maxLength": length})
+    matcher = LLMatcher(byte_vocabulary({}), to_llguidance(schema), log_level=0)
+    assert "Expected positive integer for 'maxLength'" in matcher.get_error()
+
+
 def test_days_of_all_months() -> None:
     for year in (1, 1900, 2000, 2023, 2024, 9999):
         for month in range(1, 13):

@@ -2,11 +2,10 @@ r"""Prepares JSON schemas for llguidance: checks bounds, and replaces keywords t
 
 llguidance itself refuses the keywords that it cannot follow, and what it accepts must be followed exactly. So formats
 of dates and times become patterns with the right lengths of months and no leap seconds, and names of hosts get a
-largest length. An exclusive bound at a whole
-number, which llguidance sometimes treats as inclusive, becomes an inclusive bound a millionth away. llguidance reads
-numbers as doubles, the last digit of long ones inexactly, and refuses large bounds. So the bound of an integer becomes
-one that a double holds, any other bound one of 15 digits, within the schema's bounds and LARGEST_BOUND; `const` and
-`enum` may not have numbers that would change.
+largest length. An exclusive bound at a whole number, which llguidance sometimes treats as inclusive, becomes an
+inclusive bound a millionth away. llguidance reads numbers as doubles, the last digit of long ones inexactly, and
+refuses large bounds. So the bound of an integer becomes one that a double holds, any other bound one of 15 digits,
+within the schema's bounds and LARGEST_BOUND; `const` and `enum` may not have numbers that would change.
 
 Where a pattern's class has all control characters and no quote or no backslash, as [^"] has, llguidance allows these
 escaped. So classes lose the character 0, which no answer can have. Brackets, && and ~~ in a class are characters in
@@ -146,9 +145,9 @@ def _prepare(schema: dict[str, Any], field: str) -> dict[str, Any]:
     _check_divisor(schema.get("multipleOf"), field)
     _check_min_properties(schema, field)
     _narrow_bounds(prepared, is_integer=schema.get("type") == "integer")
-    if schema.get("format") == "hostname":
-        longest = schema.get("maxLength")
-        prepared["maxLength"] = min(longest, MAX_HOSTNAME_CHARS) if _is_number(longest) else MAX_HOSTNAME_CHARS
+    longest = schema.get("maxLength", MAX_HOSTNAME_CHARS)
+    if schema.get("format") == "hostname" and _is_number(longest):  # llguidance refuses other values
+        prepared["maxLength"] = min(longest, MAX_HOSTNAME_CHARS)
     pattern = EXACT_FORMATS.get(schema["format"]) if isinstance(schema.get("format"), str) else None
     if pattern is not None:
         del prepared["format"]
