@@ -265,6 +265,9 @@ async def _send_all(
     )
     for task in done:
         task.result()
-    for record in running.values():
-        record.completion_tokens = len(record.times)
-    return ended, list(running.values())
+    # Tokens still come until all connections are closed, so the records are copied at this moment.
+    cut = [
+        replace(one, times=one.times[:], sizes=one.sizes[:], completion_tokens=len(one.times))
+        for one in running.values()
+    ]
+    return ended, cut

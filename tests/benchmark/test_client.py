@@ -124,21 +124,22 @@ def test_a_load_ends_a_while_after_all_are_answered():
             while not writer.is_closing():
                 writer.write(b'data: {"choices": [{"text": "a"}]}\n\n')
                 await writer.drain()
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0)  # tokens come while the connections are closed, too
 
     async def run() -> LoadRun:
         server = await asyncio.start_server(handle, "127.0.0.1", 0)
         async with server:
             target = Target(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "m")
             load = [TimedRequest(0.0, REQUEST.prompt, 9), TimedRequest(0.3, REQUEST.prompt, 9)]
-            return await asyncio.to_thread(run_load, target, load, processes=2, seconds=0.4)
+            return await asyncio.to_thread(run_load, target, load, processes=2, seconds=after)
 
+    after = 0.4
     done = asyncio.run(run())
     assert done.records == []
     assert [record.index for record in done.cut] == [0, 1]
-    assert all(record.completion_tokens == len(record.times) > 1 for record in done.cut)
+    assert all(record.completion_tokens == len(record.times) for record in done.cut)
     assert done.stopped_at is not None
-    assert 0.7 <= done.stopped_at < 5
+    assert done.stopped_at >= after + max(record.times[0] for record in done.cut)
 
 
 def test_a_load_ends_when_requests_that_run_are_lost():
@@ -156,8 +157,7 @@ def test_a_load_ends_when_requests_that_run_are_lost():
             )
 
     done = asyncio.run(run())
-    assert done.stopped_at is not None
-    assert 0.2 <= done.stopped_at < 5
+    assert done.stopped
     assert done.records == []
     assert sorted(record.index for record in done.lost) == [0, 1, 2]
     assert all(record.error == "lost" for record in done.lost)
