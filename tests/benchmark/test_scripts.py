@@ -136,13 +136,14 @@ def test_serve_with_so_many_requests_at_a_time(tmp_path: Path):
 
 
 def test_serve_for_a_time(tmp_path: Path):
-    """The second load begins when the server has let go of what the first one left."""
+    """A load ends long before its 200 requests; the next one begins when the server is done with what it left."""
     work = ("--concurrency", "2,3", "--seconds", "0.5", "--requests", "200", "--input", "20", "--output", "90")
     _, results = run(tmp_path, "serve", *work, *SERVER)
     for figures in results["loads"].values():
         assert figures["errors"] == 0
-        assert 0.4 < figures["seconds"] < 2
-        assert figures["tpot_ms"]["count"] > 1
+        assert 0 < figures["requests"] < 200
+        assert figures["seconds"] > 0
+        assert figures["tpot_ms"]["count"] > 0
         assert figures["output_tokens_per_second"] > 0
 
 
