@@ -5,8 +5,10 @@ early, and ends of sequence are not allowed before; the free answers ignore them
 allowed tokens nearly at random, so the rows' grammars are in different states. Use a real vocabulary: the cost of a
 bitmask depends on it.
 
-    python benchmark/structured.py --model demo --batch-sizes 4 --new 32
-    python benchmark/structured.py --shape 0.6b --tokenizer FOLDER --batch-sizes 1,8,64
+    python benchmark/structured.py --shape 0.6b --tokenizer FOLDER
+    python benchmark/structured.py --device cpu --batch-sizes 1,8 --new 64
+
+The default sizes are for a GPU: on a CPU they take minutes with the demo model, and the second line seconds.
 """
 
 from __future__ import annotations
@@ -126,10 +128,14 @@ def main() -> None:
     add_engine_arguments(parser)
     work = parser.add_argument_group("work")
     work.add_argument(
-        "--batch-sizes", type=integers, default=(1, 8, 64), metavar="SIZES", help="numbers of answers at a time: 1,8,64"
+        "--batch-sizes",
+        type=integers,
+        default=(1, 8, 64),
+        metavar="SIZES",
+        help="numbers of answers at a time; on a CPU: 1,8",
     )
     work.add_argument("--prompt", type=int, default=128, metavar="TOKENS", help="length of each prompt")
-    work.add_argument("--new", type=int, default=512, metavar="TOKENS", help="length of each answer")
+    work.add_argument("--new", type=int, default=512, metavar="TOKENS", help="length of each answer; on a CPU: 64")
     work.add_argument("--runs", type=int, default=3, metavar="N", help="runs of each kind of grammar, in turns")
     work.add_argument(
         "--limited", action="store_true", help="limit the length of the schema's strings, which takes longer"
