@@ -115,7 +115,7 @@ def attacks() -> Iterator[tuple[str, Send]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", nargs="?", default="", help="only those whose name has this in it")
+    parser.add_argument("name", nargs="?", default="", help="part of the names of those to send (default: all)")
     name_part: str = parser.parse_args().name
     exit_on_sigterm()
     print("| what | answer | seconds | longest /ping, s | longest /tokenize, s | API, tokenizer: MB more |")
