@@ -20,7 +20,7 @@ NO_ANSWER = 499  # logged as the status if the client left before its answer beg
 MAX_PATH = 200  # characters
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,256}")
 SMALL_BODY = 64 * 1024  # bytes
-MAX_SMALL_BYTES = 2**30  # of the first SMALL_BODY bytes of all requests: more than as many as may run and wait have
+MAX_SMALL_BYTES = 2**30  # of the first SMALL_BODY bytes of all requests: 16,384 of them, more than run and wait
 
 
 class AccessLogMiddleware:
