@@ -155,7 +155,7 @@ class RunningServer:
 
     def assert_idle(self) -> None:
         """Nothing of any request is left."""
-        names = ("open_requests", "open_sequences", "open_prompts", "open_queries")
+        names = ("open_requests", "open_sequences", "open_prompts", "open_queries", "held_logprobs")
         wait_until(lambda: not any(self.counts()[name] for name in names))
 
 

@@ -53,7 +53,7 @@ def piece(seq_id: int, text: str, finish: str | None = None) -> OutputDeltas:
 
 def idle(client: EngineClient) -> bool:
     counts = client.counts().counts
-    return not any(count for name, count in counts.items() if name.startswith("open_"))
+    return not any(count for name, count in counts.items() if name.startswith(("open_", "held_")))
 
 
 class Reader:
@@ -158,6 +158,7 @@ def test_log_probabilities_of_a_prompt_are_written_in_a_thread_and_in_order() ->
 def test_log_probabilities_that_are_held_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(open_request, "MAX_LOGPROBS", 100)
     monkeypatch.setattr(open_request, "MAX_LOGPROBS_IN_ALL", 150)
+    monkeypatch.setattr(open_request, "SMALL_LOGPROBS", 40)
 
     async def main() -> None:
         client, _ = make()
@@ -165,10 +166,15 @@ def test_log_probabilities_that_are_held_are_bounded(monkeypatch: pytest.MonkeyP
             client.dispatch([Accepted([one.seq_ids[0]], pack_ids([5])) for one in (first, second)])
             client.dispatch([scored(first.seq_ids[0], prompt=20), scored(second.seq_ids[0], tokens=25)])
             assert [one.has_failed for one in (first, second)] == [False, False]
-            client.dispatch([scored(second.seq_ids[0], tokens=1)])
-            with pytest.raises(ApiError, match="holds 150 log-probabilities") as overloaded:
-                await second.complete()
-            assert overloaded.value.status == 503
+            with client.open(job(logprobs=1)) as small:
+                client.dispatch([Accepted([small.seq_ids[0]], pack_ids([5]))])
+                client.dispatch([scored(small.seq_ids[0], tokens=20)])
+                assert not small.has_failed, "it holds few"
+                client.dispatch([scored(second.seq_ids[0], tokens=1)])
+                with pytest.raises(ApiError, match="holds 150 log-probabilities") as overloaded:
+                    await second.complete()
+                assert overloaded.value.status == 503
+            assert client.counts().counts["held_logprobs"] == 152
         with client.open(job(prompt_logprobs=4)) as large, client.open(job(logprobs=9)) as streamed:
             client.dispatch([Accepted([one.seq_ids[0]], pack_ids([5])) for one in (large, streamed)])
             streaming = asyncio.create_task(streamed.stream_to(Reader()))
@@ -190,6 +196,7 @@ def test_log_probabilities_that_are_held_are_bounded(monkeypatch: pytest.MonkeyP
                 client.dispatch([scored(kept.seq_ids[0], tokens=tokens)])
             with pytest.raises(ApiError, match="logprobs of this answer are more than 100"):
                 await streaming
+        assert idle(client)
 
     asyncio.run(main())
 
@@ -219,6 +226,7 @@ def test_log_probabilities_that_come_while_a_thread_writes_others_stay_counted(m
             reader.not_behind.set()
             with pytest.raises(ApiError, match="more than 100"):
                 await streaming
+        assert idle(client)
 
     asyncio.run(main())
 

@@ -225,6 +225,7 @@ class EngineClient:
                 "open_sequences": len(self._by_seq_id),
                 "open_prompts": len(self._prompts),
                 "open_queries": len(self._queries),
+                "held_logprobs": self._logprobs.held,
                 "dropped_pieces": self._dropped_pieces,
                 "dropped_reports": self._queries.dropped_reports,
             },

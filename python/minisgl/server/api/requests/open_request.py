@@ -23,6 +23,7 @@ from minisgl.server.api.metrics import RequestMetrics, SequenceClock
 
 MAX_LOGPROBS = 2**24  # that a request may hold until they are written: 2 GB, and half as much for its answer
 MAX_LOGPROBS_IN_ALL = 2**25
+SMALL_LOGPROBS = 4096  # that a request may hold whatever others do: a stream holds those of a step
 
 
 class Delta:
@@ -282,7 +283,10 @@ class OpenRequest:
         self._held_logprobs = 0
 
     def _hold_logprobs(self, output: OutputDelta) -> None:
-        """Count the log-probabilities of an output; the request fails if it or all requests hold too many."""
+        """Count the log-probabilities of an output; the request fails if it, or all requests, hold too many.
+
+        A few large answers must not end the streams of other clients, so a request that holds few does not fail.
+        """
         sampling = self.job.sampling
         count = len(output.logprobs) * (1 + (sampling.logprobs or 0))
         count += len(output.prompt_logprobs) * (1 + (sampling.prompt_logprobs or 0))
@@ -292,7 +296,7 @@ class OpenRequest:
             field = "prompt_logprobs" if output.prompt_logprobs else "logprobs"
             text = f"{field} of this answer are more than {MAX_LOGPROBS}: ask for fewer at a time, or for a stream"
             self.fail(invalid_request(InvalidRequest(field, text), self.field_names(output.seq_id)))
-        elif self._logprobs.held > MAX_LOGPROBS_IN_ALL:
+        elif self._logprobs.held > MAX_LOGPROBS_IN_ALL and self._held_logprobs > SMALL_LOGPROBS:
             self.fail(too_many_logprobs(MAX_LOGPROBS_IN_ALL))
 
     def field_names(self, seq_id: int) -> dict[str, str]:
