@@ -310,7 +310,7 @@ def test_a_conversation_is_read_within_bounds(file: Path) -> None:
         with pytest.raises(TooMuchStored):
             await store.conversation(entry(3).id, "me", held)
         with pytest.raises(TooMuchStored):
-            await store.find([f"msg_{number:032x}_0" for number in range(4)], "me", held)
+            await store.find([f"msg_{number % 4:032x}_0" for number in range(12)], "me", held)
         await store.delete(entry(1).id, "me")
         with pytest.raises(MissingResponse) as missing:
             await store.conversation(entry(2).id, "me", held)
@@ -331,6 +331,32 @@ def test_an_item_counts_each_time_that_it_is_referred_to(file: Path) -> None:
         assert (await store.find([item] * 3, "me", held)).keys() == {item}
         with pytest.raises(TooMuchStored):
             await store.find([item] * 5, "me", held)
+
+    asyncio.run(refer())
+    store.close()
+
+
+def test_a_long_conversation_of_references_goes_on(start_server: Callable[..., RunningServer], file: Path) -> None:
+    """Each response stores its input with all earlier items, of which only those referred to count."""
+    server = start_server(response_store=str(file), max_body_bytes=200_000)
+    items: list[dict[str, Any]] = []
+    for number in range(40):
+        items.append({"role": "user", "content": f'say ["{number}"]' + " " * 4000})
+        response = server.post(PATH, json={"input": items, "truncation": "auto"})
+        assert response.status_code == 200, (number, response.text)
+        items.append({"type": "item_reference", "id": response.json()["output"][0]["id"]})
+    assert server.engine.of_type(Generate)[-1].prompt.messages[1]["content"] == "0"
+
+
+def test_items_are_found_among_others_without_an_id_of_text(file: Path) -> None:
+    store = ResponseStore(str(file), 100_000, max_read_bytes=100_000)
+    mine = f"msg_{0:032x}_i2"
+    items = [{"id": 5}, {"id": [mine]}, {"id": mine, "type": "message"}]
+
+    async def refer() -> None:
+        await store.put(Entry(f"resp_{0:032x}", "me", None, json.dumps(items).encode(), b'{"output": []}'))
+        assert await store.find([mine], "me", held) == {mine: items[2]}
+        assert await store.find([mine], "you", held) == {}
 
     asyncio.run(refer())
     store.close()

@@ -68,7 +68,7 @@ class History:
         try:
             found = await self._store.find(wanted.values(), self.owner, self._hold)
         except TooMuchStored:
-            raise invalid("input", "input: the responses of the items referred to are too long") from None
+            raise invalid("input", "input: the items referred to, or their responses, are too long") from None
         except StoreFailed:
             raise store_failed() from None
         for index, id in wanted.items():

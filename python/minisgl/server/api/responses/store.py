@@ -22,7 +22,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -37,7 +37,7 @@ T = TypeVar("T")
 Hold = Callable[[int], None]  # counts bytes that a request holds in memory, and raises if all requests hold too many
 
 # Id of an output item, or with an `i` of an input item; the 32 digits are its response's.
-ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_i?[0-9]{1,6}")
+ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_(i?)[0-9]{1,6}")
 VERSION = 1  # version of the tables, in the file's user_version
 READ_FACTOR = 8  # bytes that may be read for each byte of a conversation: its responses repeat their tools
 BUSY_SECONDS = 10.0  # to wait while another process writes the same file
@@ -251,22 +251,35 @@ class ResponseStore:
     def _find(self, item_ids: Mapping[str, int], owner: str) -> tuple[dict[str, Item], int]:
         """Return the items with these ids and their bytes; `item_ids` has how often each is wanted."""
         matches = [match for match in map(ITEM_ID.fullmatch, item_ids) if match is not None]
-        entries = self._existing(dict.fromkeys(f"resp_{match[1]}" for match in matches), owner)
-        items, num_bytes = self._items(entries, outputs_of_all=True)
-        found = {item["id"]: item for item in items if item["id"] in item_ids}
-        # A short list of references to one large item would otherwise become a conversation of any size.
+        found: dict[str, Item] = {}
         bound = _ReadBound(self._max_read_bytes)
-        for id, item in found.items():
-            data = msgspec.json.encode(item)
-            for _ in range(item_ids[id]):
-                bound.add(data)
-        return found, num_bytes
+        num_read = 0
+        for response, is_input in dict.fromkeys((f"resp_{match[1]}", bool(match[2])) for match in matches):
+            data = self._part(response, owner, "input" if is_input else "response")
+            num_read += len(data)
+            if num_read > READ_FACTOR * self._max_read_bytes:
+                raise TooMuchStored
+            for item in msgspec.json.decode(data if is_input else _output_of(data), type=list[msgspec.Raw]):
+                id = msgspec.json.decode(item, type=_Identified).id
+                if isinstance(id, str) and id in item_ids:
+                    # A short list of references to one large item would otherwise become a conversation of any size.
+                    for _ in range(item_ids[id]):
+                        bound.add(item)
+                    found[id] = msgspec.json.decode(item)
+        return found, bound.num_bytes
 
-    def _existing(self, ids: Iterable[str], owner: str) -> Iterator[Entry]:
-        """Yield the owner's responses among these, each when it is asked for, because all may be too large."""
-        for id in ids:
-            with suppress(MissingResponse):
-                yield self._get(id, owner)
+    def _part(self, id: str, owner: str, column: Literal["input", "response"]) -> bytes:
+        """Return input or output of a response, or one without items if the owner has no such response.
+
+        A client that refers to earlier items does so in each request, so each stored input has the whole conversation.
+        It is read only for items of its own: all inputs together grow with the square of the conversation's length.
+        """
+        query = f"SELECT {column} FROM responses WHERE id = ? AND owner = ?"
+        row = self._database.execute(query, (id, owner)).fetchone()
+        if row is None:
+            return b"[]" if column == "input" else b'{"output":[]}'
+        part: bytes = row[0]
+        return part
 
     def _items(self, entries: Iterator[Entry], *, outputs_of_all: bool) -> tuple[list[Item], int]:
         """Return the items of entries and their bytes.
@@ -282,7 +295,7 @@ class ResponseStore:
             if num_read > READ_FACTOR * self._max_read_bytes:
                 raise TooMuchStored
             bound.add(entry.input)
-            output = msgspec.json.decode(entry.response, type=_Output).output
+            output = _output_of(entry.response)
             bound.add(output)
             items: list[Item] = msgspec.json.decode(entry.input)
             found.append(items + msgspec.json.decode(output) if number or outputs_of_all else items)
@@ -293,6 +306,16 @@ class _Output(msgspec.Struct):
     """Part of a stored response that belongs to a conversation: the tools and instructions around it do not."""
 
     output: msgspec.Raw
+
+
+class _Identified(msgspec.Struct):
+    """Id of a stored item, which is what a client has sent if it gave one."""
+
+    id: Any
+
+
+def _output_of(response: bytes) -> msgspec.Raw:
+    return msgspec.json.decode(response, type=_Output).output
 
 
 class _ReadBound:
