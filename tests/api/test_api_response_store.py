@@ -440,6 +440,24 @@ def test_tools_that_each_response_repeats_do_not_end_a_conversation(file: Path) 
     store.close()
 
 
+def test_log_probabilities_do_not_end_a_conversation(start_server: Callable[..., RunningServer], file: Path) -> None:
+    """With 5 alternatives, a conversation was too long after 1,400 tokens."""
+    server = start_server(response_store=str(file))
+    asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 5}
+    first = server.post(PATH, json={"input": f"say {json.dumps(['a '] * 2000)}"} | asked).json()
+    assert len(first["output"][0]["content"][0]["logprobs"]) == 2000
+    assert server.get(f"{PATH}/{first['id']}").json()["output"] == first["output"]
+    item = {"type": "item_reference", "id": first["output"][0]["id"]}
+    user = {"role": "user", "content": "say []"}
+    for fields in ({"previous_response_id": first["id"], "input": "say []"}, {"input": [item, user]}):
+        second = server.post(PATH, json=fields)
+        assert second.status_code == 200, second.text
+        listed = server.get(f"{PATH}/{second.json()['id']}/input_items").json()["data"]
+        answer = next(one for one in listed if one["id"] == item["id"])
+        assert answer["content"][0]["text"] == "a " * 2000
+        assert answer["content"][0]["logprobs"] == []
+
+
 def test_a_file_that_is_no_store_is_refused(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("x" * 10_000)

@@ -314,8 +314,20 @@ class _Identified(msgspec.Struct):
     id: Any
 
 
-def _output_of(response: bytes) -> msgspec.Raw:
-    return msgspec.json.decode(response, type=_Output).output
+def _output_of(response: bytes) -> bytes:
+    """Return the output items of a response, as JSON, without log-probabilities.
+
+    A model does not see these, and they have up to a hundred times as many values as the text.
+    """
+    items = msgspec.json.decode(msgspec.json.decode(response, type=_Output).output, type=list[dict[str, msgspec.Raw]])
+    for item in items:
+        if bytes(item.get("content", b"")).startswith(b"["):
+            parts = msgspec.json.decode(item["content"], type=list[dict[str, msgspec.Raw]])
+            for part in parts:
+                if "logprobs" in part:
+                    part["logprobs"] = msgspec.Raw(b"[]")
+            item["content"] = msgspec.Raw(msgspec.json.encode(parts))
+    return msgspec.json.encode(items)
 
 
 class _ReadBound:
