@@ -108,7 +108,7 @@ class PendingAdmissions:
                 self._send(self._take(first))
 
     def drop(self, seq_ids: Sequence[int]) -> None:
-        """Drop the waiting admissions of a request that has been aborted, which has all their sequences."""
+        """Drop the waiting admissions of an aborted request; the abort names every sequence of each."""
         for seq_id in seq_ids:
             if seq_id in self._checks:
                 self._take(seq_id).abandon()
