@@ -220,6 +220,28 @@ def test_a_grammar_that_the_allowed_ids_exclude(
         assert b"x-should-retry: false" in rest
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/generate", {"text": "hold", "sampling_params": {"regex": "a"}}, "sampling_params.regex"),
+        (CHAT, chat("hold", response_format={"type": "json_object"}), "response_format"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_needs_too_much_memory(
+    server: RunningServer, stream: bool, path: str, body: dict[str, Any], param: str
+) -> None:
+    client = RawClient(server.port)
+    client.post(path, {**body, "stream": stream})
+    (generate,) = server.engine.wait_for(Generate)
+    server.engine.say(OutputDeltas([OutputDelta(generate.seq_ids[0], b"", "", "error", cause="grammar_too_large")]))
+    rest = client.read_all()
+    assert f'"{param} gave a grammar that needs too much memory'.encode() in rest
+    assert b"the limit of 2 GiB" in rest
+    assert f'"type":"invalid_request_error","param":"{param}"'.encode() in rest
+    assert stream or b" 400 Bad Request" in rest
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_abort_by_the_engine_is_an_error(server: RunningServer, stream: bool) -> None:
     client = RawClient(server.port)

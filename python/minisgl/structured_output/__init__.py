@@ -8,7 +8,7 @@ A `sampling_params.Grammar` passes through these modules in order:
   `trial_process`, through `trials`, in the order of `compile_queue`. `translate` writes every kind in llguidance's
   notation, with `ebnf`, `ebnf_reader` and `json_schema`.
 - `matcher` (scheduler of rank 0) follows the grammar, token by token, and fills the grammar bitmask. The scheduler
-  knows matchers only by their `protocol`.
+  knows matchers only by their `protocol`. `heap` measures the memory of all grammars.
 
 The modules of the API process import no llguidance, and none imports torch.
 """

@@ -4,6 +4,11 @@ A grammar is compiled in a thread, and its automaton grows as it is used. Reques
 its automaton and lock it; so a grammar that several requests follow at the same time is compiled once for each thread
 that fills bitmasks. The threads release the GIL. When an automaton has reached its limit of states, for all its
 requests together, it is dropped, and its requests continue with a new one.
+
+Automata are bounded by their number and by their bytes. A hostile regular expression, such as `.*a.{300}Z`, has
+another state for each text so far: 20 to 500 KB for each token, where most schemas take less than 1 MB in all. Only
+all automata together are measured. The size of one becomes known when it is freed, and those in use are freed only if
+all together take too much.
 """
 
 from __future__ import annotations
@@ -22,8 +27,9 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
-from minisgl.core import Int32Array
+from minisgl.core import MAX_GRAMMARS_BYTES, Int32Array
 from minisgl.sampling_params import Grammar, SamplingParams
+from minisgl.structured_output.heap import allocated_bytes, return_free_memory
 from minisgl.structured_output.protocol import Matcher, MatcherStatus
 from minisgl.structured_output.translate import (
     PARSER_LIMITS,
@@ -37,6 +43,8 @@ from minisgl.structured_output.translate import (
 logger = logging.getLogger(__name__)
 
 MAX_AUTOMATA = 256  # automata kept for later requests
+MAX_IDLE_BYTES = 2**30  # of all automata together, above which none is kept for later requests
+MEASURED_EVENTS = 8  # steps and new requests between two measurements of memory, each of which may take 3 ms
 MAX_THREADS = 16  # threads that fill bitmasks
 MAX_COMPILERS = 8  # threads
 REPLAYED_TOKENS = 256  # tokens that a moved matcher consumes at a time
@@ -88,6 +96,10 @@ class GrammarMatcher:
         """True if its automaton is full, or the grammar is too complex."""
         return self.followed is not None and self.followed.is_error()
 
+    def forget_followed(self) -> None:
+        """Drop llguidance's matcher; the next use copies the automaton's, at the beginning of the grammar."""
+        self._followed = None
+
     def move_to(self, automaton: Automaton) -> None:
         """Continue from the same position with another automaton of the grammar."""
         self.automaton.users.discard(self)
@@ -102,7 +114,7 @@ class GrammarMatcher:
         """Consume a token; return the status after it."""
         followed = self.followed
         if followed is None or followed.is_error():
-            return MatcherStatus.FAILED
+            return MatcherStatus.TOO_LARGE if self.automaton.is_too_large else MatcherStatus.FAILED
         if self._allowed_ids is not None and self._is_excluded(token, self._allowed_ids, followed):
             return MatcherStatus.EXCLUDED
         if token in self._stop_ids and followed.is_accepting():
@@ -145,13 +157,23 @@ class _Vocabulary:
     special: frozenset[str]  # texts of special tokens
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Automaton:
     """Compiled grammar. Only one thread at a time can fill bitmasks from it."""
 
     compiled: Future[LLMatcher | None]  # matcher at the beginning of the grammar; None if it cannot be used
     users: WeakSet[GrammarMatcher] = field(default_factory=WeakSet)
     successor: Automaton | None = None  # the automaton that has replaced it
+    filled_rows: int = 0  # rows of bitmasks filled from it, most of which made it grow if it is hostile
+    is_too_large: bool = False  # it was freed, and its requests end
+
+    def free(self) -> int:
+        """Free the memory; return its bytes. No request can use the automaton any more."""
+        before = allocated_bytes()
+        self.compiled = _freed()
+        for user in self.users:
+            user.forget_followed()
+        return before - allocated_bytes()
 
 
 class GrammarMatchers:
@@ -170,6 +192,10 @@ class GrammarMatchers:
         self._vocabulary: Future[_Vocabulary | None] | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._automata: OrderedDict[Grammar, list[Automaton]] = OrderedDict()  # most recently used last
+        self._alive: WeakSet[Automaton] = WeakSet()  # these, and others that requests still use
+        self._other_bytes = 0  # bytes of malloc when there was no automaton, or fewer
+        self._limit = MAX_GRAMMARS_BYTES  # bytes of all automata above which those in use are freed next
+        self._events = 0  # steps and new requests so far
         self._threads = threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
         self._fillers: LLExecutor | None = None
 
@@ -181,6 +207,7 @@ class GrammarMatchers:
 
     def start(self, sampling: SamplingParams) -> GrammarMatcher:
         assert sampling.grammar is not None
+        self._bound_memory()
         return GrammarMatcher(self._automaton(sampling.grammar), sampling, self._eos_token_ids)
 
     def advance(self, matchers: Sequence[Matcher], tokens: Int32Array) -> list[MatcherStatus]:
@@ -195,6 +222,7 @@ class GrammarMatchers:
             bitmask[:] = wide[:, : bitmask.shape[1]]
         else:
             self._fill(bitmask, matchers)
+        self._bound_memory()
 
     def _fill(self, bitmask: Int32Array, matchers: Sequence[Matcher | None]) -> None:
         """Fill a bitmask that has a bit for each id of llguidance's vocabulary."""
@@ -210,6 +238,7 @@ class GrammarMatchers:
                 filled, bitmask.ctypes.data, bitmask.shape[1] * bitmask.itemsize, len(bitmask)
             )
         for matcher, row in constrained:
+            matcher.automaton.filled_rows += 1
             for _ in range(REPLACEMENTS):
                 if not matcher.is_stuck:
                     break
@@ -230,12 +259,95 @@ class GrammarMatchers:
 
     def _replace_automaton(self, matcher: GrammarMatcher) -> None:
         """Replace a stuck matcher's automaton, for this matcher and later ones."""
-        old = matcher.automaton
+        matcher.move_to(self._successor(matcher.automaton, matcher.grammar))
+
+    def _successor(self, old: Automaton, grammar: Grammar) -> Automaton:
+        """Return the automaton that replaces another of the grammar; compile it if there is none yet."""
         if old.successor is None:
-            old.successor = self._compile(matcher.grammar)
-            automata = self._automata.setdefault(matcher.grammar, [])
+            old.successor = self._compile(grammar)
+            automata = self._automata.setdefault(grammar, [])
             automata[:] = [old.successor, *(one for one in automata if one is not old)]
-        matcher.move_to(old.successor)
+        return old.successor
+
+    # --- memory -----------------------------------------------------------------------------------------------
+
+    def _bound_memory(self) -> None:
+        """Free automata if all together take too much memory: first those that no request uses."""
+        self._events += 1
+        if self._events % MEASURED_EVENTS:
+            return
+        before = after = self._bytes()
+        if before > MAX_IDLE_BYTES:
+            self._drop_idle()
+            after = self._bytes()
+        if after <= MAX_GRAMMARS_BYTES:
+            self._limit = MAX_GRAMMARS_BYTES
+        elif after > self._limit:
+            self._free_used()
+            after = self._bytes()
+            # What is left belongs to grammars that are being compiled, or to other parts of the process.
+            self._limit = max(MAX_GRAMMARS_BYTES, after + MAX_GRAMMARS_BYTES // 4)
+        if before - after > MAX_IDLE_BYTES // 16:
+            return_free_memory()
+
+    def _bytes(self) -> int:
+        """Return the bytes that the process has allocated since there was no automaton, most of which are theirs."""
+        allocated = allocated_bytes()
+        if not self._alive or allocated < self._other_bytes:
+            self._other_bytes = allocated
+        return allocated - self._other_bytes
+
+    def _drop_idle(self) -> None:
+        """Drop automata that no request uses, the least recently used first, until the others may be kept."""
+        for grammar, automata in list(self._automata.items()):
+            used = [automaton for automaton in automata if automaton.users]
+            if len(used) == len(automata):
+                continue
+            automata[:] = used
+            if not used:
+                del self._automata[grammar]
+            if self._bytes() <= MAX_IDLE_BYTES:
+                break
+
+    def _free_used(self) -> None:
+        """Free automata in use until a quarter of MAX_GRAMMARS_BYTES is free.
+
+        Requests of automata that have more than an equal share of the other three quarters end; such automata exist if
+        the sum is larger. Other requests continue with new automata. Hostile automata are probably among those from
+        which most rows were filled, so these are freed first.
+        """
+        used = [automaton for automaton in self._alive if automaton.users and automaton.compiled.done()]
+        used.sort(key=lambda automaton: automaton.filled_rows, reverse=True)
+        left, wanted = self._bytes(), MAX_GRAMMARS_BYTES - MAX_GRAMMARS_BYTES // 4
+        ended = 0
+        for automaton in used:
+            if left <= wanted:
+                break
+            users = list(automaton.users)
+            freed = automaton.free()
+            left -= freed
+            if freed > wanted // len(used):
+                automaton.is_too_large = True
+                self._remove(automaton, users[0].grammar)
+                ended += len(users)
+            else:
+                for user in users:
+                    user.move_to(self._successor(automaton, user.grammar))
+        logger.warning(
+            "grammars needed more than %d MiB: %d requests end, whose grammars had more than an equal share",
+            MAX_GRAMMARS_BYTES // 2**20,
+            ended,
+        )
+
+    def _remove(self, automaton: Automaton, grammar: Grammar) -> None:
+        """Keep the automaton from later requests."""
+        kept = [one for one in self._automata.get(grammar, []) if one is not automaton]
+        if kept:
+            self._automata[grammar] = kept
+        else:
+            self._automata.pop(grammar, None)
+
+    # --- compilation ------------------------------------------------------------------------------------------
 
     def _submit(self, work: Callable[[], T]) -> Future[T]:
         self._pool = self._pool or compiler_threads(max(2, min(self._threads, MAX_COMPILERS)))
@@ -264,7 +376,11 @@ class GrammarMatchers:
 
     def _compile(self, grammar: Grammar) -> Automaton:
         vocabulary = self.prepare()
-        return Automaton(self._submit(lambda: _compiled(grammar, vocabulary)))
+        if not self._alive:
+            self._other_bytes = allocated_bytes()
+        automaton = Automaton(self._submit(lambda: _compiled(grammar, vocabulary)))
+        self._alive.add(automaton)
+        return automaton
 
 
 def model_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> LLTokenizer:
@@ -307,6 +423,13 @@ def _compiled(grammar: Grammar, vocabulary: Future[_Vocabulary | None]) -> LLMat
         logger.error("a %s grammar that was validated cannot be followed: %s", grammar.kind, error)
         return None
     return matcher
+
+
+def _freed() -> Future[LLMatcher | None]:
+    """Return the `compiled` of an automaton that was freed."""
+    nothing: Future[LLMatcher | None] = Future()
+    nothing.set_result(None)
+    return nothing
 
 
 def _may_end_with(token: int, followed: LLMatcher, *, is_allowed: bool) -> bool:

@@ -6,7 +6,7 @@ import logging
 
 import numpy as np
 
-from minisgl.core import NO_TOKEN, AnyArray, Batch, IndexArray, Int32Array, StepResult
+from minisgl.core import NO_TOKEN, AnyArray, Batch, ErrorCause, IndexArray, Int32Array, StepResult
 from minisgl.message.to_detokenizer import Pooled
 from minisgl.message.types import pack_ids
 from minisgl.scheduler.requests.lifecycle import RequestLifecycle
@@ -16,6 +16,13 @@ from minisgl.scheduler.steps.token_scores import report_logprobs, report_prompt
 from minisgl.structured_output.protocol import Grammars, MatcherStatus
 
 logger = logging.getLogger(__name__)
+
+# Statuses of a matcher that end its request with an error, and the cause that the client is told.
+ERRORS: dict[MatcherStatus, ErrorCause | None] = {
+    MatcherStatus.FAILED: None,
+    MatcherStatus.TOO_LARGE: "grammar_too_large",
+    MatcherStatus.EXCLUDED: "no_allowed_token",
+}
 
 
 class StepResults:
@@ -73,12 +80,12 @@ class StepResults:
         by_grammar = self._advance(slots, tokens) if batch.constrained else {}
         for row in sorted(ended | by_grammar.keys()):
             request = self._table.request(int(slots[row]))
-            if by_grammar.get(row) in (MatcherStatus.FAILED, MatcherStatus.EXCLUDED):
-                is_excluded = by_grammar[row] is MatcherStatus.EXCLUDED
-                self._requests.end(request, "error", cause="no_allowed_token" if is_excluded else None)
+            status = by_grammar.get(row)
+            if status is not None and status in ERRORS:
+                self._requests.end(request, "error", cause=ERRORS[status])
             elif stop[row]:
                 self._requests.end(request, "stop", stop_token=int(tokens[row]))
-            elif row in by_grammar:
+            elif status is not None:
                 self._requests.end(request, "stop")
             else:
                 self._requests.end(request, "length")

@@ -9,7 +9,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Scope
 
-from minisgl.core import ErrorCause
+from minisgl.core import MAX_GRAMMARS_BYTES, ErrorCause
 from minisgl.sampling_params import CONTEXT_LENGTH_EXCEEDED, InvalidRequest
 from minisgl.server.api.http.request_head import speaks_anthropic
 
@@ -237,6 +237,13 @@ def generation_error(cause: ErrorCause | None, field_names: Mapping[str, str]) -
     if cause == "no_allowed_token":  # its grammar and its `allowed_token_ids` exclude each other
         field = "allowed_token_ids"
         message = f"{field} have no token that can follow the grammar of the answer at this point"
+        return invalid_request(InvalidRequest(field, message), field_names)
+    if cause == "grammar_too_large":
+        field = "structured_outputs"
+        message = (
+            f"{field} gave a grammar that needs too much memory after the tokens so far: all grammars together have "
+            f"reached the limit of {MAX_GRAMMARS_BYTES // 2**30} GiB, and this one needs more than an equal share of it"
+        )
         return invalid_request(InvalidRequest(field, message), field_names)
     if cause == "logits_not_finite":
         return ApiError(500, NOT_FINITE, type="server_error", code=cause, headers=NO_RETRY)
