@@ -9,7 +9,7 @@ of a recurrent layer is the hash of all tokens that its slot has seen: a row tha
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -445,6 +445,13 @@ class World:
         elif answer or self.ends[seq_id] == "length":
             assert scores == expected_logprobs(seq_id, prompt[:1], prompt[1:], params.prompt_logprobs)
 
+    def check_answer(self, seq_id: int, prompt: list[int], params: SamplingParams) -> bool:
+        """Check an ended request's answer, which may have been cut short; return True if it is complete."""
+        answer, expected = self.answers.pop(seq_id), expected_answer(np.array(prompt), params)
+        complete = self.ends[seq_id] == "length" or (answer[-1:] == [EOS] and not params.ignore_eos)
+        assert answer == (expected if complete else expected[: len(answer)])
+        return complete
+
     def run(self) -> None:
         while self.loop.has_work:
             self.step()
@@ -458,3 +465,36 @@ def random_prompt(rng: random.Random, families: int, longest: int) -> list[int]:
     length = rng.randint(1, longest)
     own = rng.randint(0, length)
     return text[: length - own] + [rng.randrange(VOCAB) for _ in range(own)]
+
+
+Asked = tuple[list[int], SamplingParams]  # prompt and parameters of a request
+
+
+def random_traffic(
+    world: World,
+    rng: random.Random,
+    count: int,
+    requests: dict[int, Asked],
+    more: Callable[[], dict[str, object]] = dict,
+) -> Iterator[int]:
+    """Add `count` random prompts or a few more, abort some, and run the world; yield each request's id at its end.
+
+    `requests` gets what was asked, by id. `more` returns parameters of a request besides its length and ends.
+    """
+    open_sequences: set[int] = set()
+    while len(requests) < count or world.loop.has_work:
+        if len(requests) < count and len(open_sequences) < 30 and rng.random() < 0.5:
+            for _ in range(rng.randint(1, 4)):
+                seq_id = len(requests)
+                prompt = random_prompt(rng, families=4, longest=40)
+                params: dict[str, object] = {"max_tokens": rng.randint(1, 40), "ignore_eos": rng.random() < 0.5}
+                params |= more()
+                requests[seq_id] = prompt, SamplingParams(**params)  # type: ignore[arg-type]
+                world.add(seq_id, prompt, **params)
+                open_sequences.add(seq_id)
+        if open_sequences and rng.random() < 0.03:
+            world.scheduler.end(rng.choice(sorted(open_sequences)), "abort")
+        world.step()
+        for seq_id in open_sequences & world.ends.keys():
+            open_sequences.remove(seq_id)
+            yield seq_id

@@ -11,7 +11,7 @@ from minisgl.core import Batch, DeviceOutOfMemory
 from minisgl.sampling_params import SamplingParams
 from minisgl.scheduler.loop import StepLoop
 from minisgl.scheduler.steps.limits import SMALL_STEP, STEPS_TO_RECOVER, StepLimits
-from scheduler.simulation import ALWAYS_IN_TURNS, EOS, World, expected_answer, random_prompt
+from scheduler.simulation import ALWAYS_IN_TURNS, Asked, World, expected_answer, random_traffic
 
 WORLDS: list[dict[str, object]] = [
     {"page_size": 1, "num_pages": 120},
@@ -42,35 +42,22 @@ def test_random_failures_change_no_answer(
         fails_at_launch=where == "at launch",
         overlap=where != "without overlap",
     )
-    prompts: dict[int, tuple[list[int], SamplingParams]] = {}
-    open_sequences: set[int] = set()
+
+    def logprobs() -> dict[str, object]:
+        if rng.random() >= 0.2:
+            return {}
+        return {"prompt_logprobs" if rng.random() < 0.5 else "logprobs": 2}
+
+    requests: dict[int, Asked] = {}
     errors = 0
-    while len(prompts) < count or world.loop.has_work:
-        if len(prompts) < count and len(open_sequences) < 30 and rng.random() < 0.5:
-            for _ in range(rng.randint(1, 4)):
-                seq_id = len(prompts)
-                prompt = random_prompt(rng, families=4, longest=40)
-                asked: dict[str, object] = {"max_tokens": rng.randint(1, 40), "ignore_eos": rng.random() < 0.5}
-                if rng.random() < 0.2:
-                    asked["prompt_logprobs" if rng.random() < 0.5 else "logprobs"] = 2
-                prompts[seq_id] = prompt, SamplingParams(**asked)  # type: ignore[arg-type]
-                world.add(seq_id, prompt, **asked)
-                open_sequences.add(seq_id)
-        if open_sequences and rng.random() < 0.03:
-            world.scheduler.end(rng.choice(sorted(open_sequences)), "abort")
-        world.step()
-        for seq_id in open_sequences & world.ends.keys():
-            open_sequences.remove(seq_id)
-            prompt, params = prompts[seq_id]
-            if world.ends[seq_id] == "error":
-                errors += 1
-            else:
-                world.check_logprobs(seq_id, prompt, params)
-            answer, expected = world.answers.pop(seq_id), expected_answer(np.array(prompt), params)
-            complete = world.ends[seq_id] == "length" or (answer[-1:] == [EOS] and not params.ignore_eos)
-            assert answer == (expected if complete else expected[: len(answer)])
+    for seq_id in random_traffic(world, rng, count, requests, logprobs):
+        if world.ends[seq_id] == "error":
+            errors += 1
+        else:
+            world.check_logprobs(seq_id, *requests[seq_id])
+        world.check_answer(seq_id, *requests[seq_id])
     world.scheduler.check_idle()
-    assert world.ends.keys() == prompts.keys()
+    assert world.ends.keys() == requests.keys()
     assert world.device.failures >= world.scheduler.failed_steps > count / 10
     assert errors <= count / 20  # who is alone in two steps that fail by chance
 

@@ -8,8 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from minisgl.sampling_params import SamplingParams
-from scheduler.simulation import EOS, World, expected_answer, random_prompt
+from scheduler.simulation import Asked, World, expected_answer, random_traffic
 
 WORLDS: list[dict[str, object]] = [
     {"page_size": 1, "num_pages": 1200},
@@ -41,33 +40,16 @@ def test_nan_does_not_outlast_the_fault(options: dict[str, object], request: pyt
     count: int = request.config.getoption("--simulated-requests") // 4
     faults, rng = Faults(0.01), random.Random(5)
     world = World(**options, computes_nan=faults)  # type: ignore[arg-type]
-    prompts: dict[int, tuple[list[int], SamplingParams]] = {}
-    open_sequences: set[int] = set()
-    while len(prompts) < count or world.loop.has_work:
-        if len(prompts) < count and len(open_sequences) < 30 and rng.random() < 0.5:
-            for _ in range(rng.randint(1, 4)):
-                seq_id = len(prompts)
-                prompt = random_prompt(rng, families=4, longest=40)
-                params: dict[str, object] = {"max_tokens": rng.randint(1, 40), "ignore_eos": rng.random() < 0.5}
-                prompts[seq_id] = prompt, SamplingParams(**params)  # type: ignore[arg-type]
-                world.add(seq_id, prompt, **params)
-                open_sequences.add(seq_id)
-        if open_sequences and rng.random() < 0.03:
-            world.scheduler.end(rng.choice(sorted(open_sequences)), "abort")
-        world.step()
-        for seq_id in open_sequences & world.ends.keys():
-            open_sequences.remove(seq_id)
-            prompt, asked = prompts[seq_id]
-            answer, expected = world.answers[seq_id], expected_answer(np.array(prompt), asked)
-            complete = world.ends[seq_id] == "length" or (answer[-1:] == [EOS] and not asked.ignore_eos)
-            assert answer == (expected if complete else expected[: len(answer)])
+    requests: dict[int, Asked] = {}
+    for seq_id in random_traffic(world, rng, count, requests):
+        world.check_answer(seq_id, *requests[seq_id])
     world.scheduler.check_idle()
     failed = list(world.ends.values()).count("error")
     assert count / 50 < failed < count
 
     faults.share = 0.0
     again = 0
-    for prompt, asked in list(prompts.values()):
+    for prompt, asked in requests.values():
         for _ in range(2):
             seq_id = len(world.ends)
             world.add(seq_id, prompt, max_tokens=asked.max_tokens, ignore_eos=asked.ignore_eos)
