@@ -33,13 +33,12 @@ from minisgl.kernel.gemm.quantized_gemm import QuantizedGemm
 from minisgl.kernel.gemm.skinny_gemm import SkinnyGemm
 from minisgl.kernel.gemm.small_batch_gemm import MAX_ROWS, SmallBatchGemm
 from minisgl.kernel.launch.compile import Compiler
-from minisgl.kernel.launch.signature import SCALAR_NAMES, KernelSpec, Macros
+from minisgl.kernel.launch.signature import SCALAR_NAMES, VECTOR_BYTES, KernelSpec, Macros
 from minisgl.kernel.torch_ops import DenseWeight, TorchOps, latent_query, latent_values
 from minisgl.quantization.gpu_layout import pack_levels
 from minisgl.quantization.levels import LevelFormat, Levels
 from minisgl.quantization.rounding import Int4Grid
 
-_VECTOR_BYTES = 16
 _WARPS = 4  # per block whose warps work independently
 _ACTIVATION_THREADS = 128
 _MAX_THREADS = 1024  # of a block
@@ -121,7 +120,7 @@ class CudaOps:
         self, x: Tensor, norm: Norm, residual: Tensor, *next_norms: Norm, factor: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         rows, size = x.shape
-        in_registers = size * x.itemsize <= _MAX_THREADS * _VECTOR_BYTES
+        in_registers = size * x.itemsize <= _MAX_THREADS * VECTOR_BYTES
         kinds = {(each.weight.dtype, each.eps) for each in next_norms} | {(norm.weight.dtype, norm.eps)}
         alike = len(kinds) == 1 and len(next_norms) <= _MAX_NEXT_NORMS
         if not _vectorizes(x, size) or not residual.is_contiguous() or not rows or not in_registers or not alike:
@@ -202,7 +201,7 @@ class CudaOps:
         if not tokens or not all(_rows_vectorize(one) for one in (gate, up)):
             return self._torch.activate(gate, up, activation)
         out = gate.new_empty((tokens, width))
-        parts = -(-width * out.itemsize // (_VECTOR_BYTES * _ACTIVATION_THREADS))
+        parts = -(-width * out.itemsize // (VECTOR_BYTES * _ACTIVATION_THREADS))
         kernel = self._compiler.kernel(_activate_and_mul, gate.dtype, activation)
         kernel(
             (tokens * parts,),
@@ -226,7 +225,7 @@ class CudaOps:
         if head_dim not in dims or not qkv.is_contiguous():
             return self._torch.norm_rope_store(qkv, heads, positions, out_cache_loc, k_cache, v_cache)
         q = qkv.new_empty((tokens, heads.num_heads, head_dim))
-        heads_of_warp = 64 * _VECTOR_BYTES // (head_dim * qkv.itemsize)
+        heads_of_warp = 64 * VECTOR_BYTES // (head_dim * qkv.itemsize)
         units = tokens * -(-(heads.num_heads + 2 * heads.num_kv_heads) // heads_of_warp)
         norm_dtype = qkv.dtype if heads.q_norm is None else heads.q_norm.weight.dtype
         kernel = self._compiler.kernel(_norm_rope_store, qkv.dtype, k_cache.dtype, norm_dtype, head_dim)
@@ -415,16 +414,16 @@ def _norm_rope_store(dtype: torch.dtype, cache: torch.dtype, norm_dtype: torch.d
 
 def _vectorizes(x: Tensor, size: int) -> bool:
     """Return True if rows of this size can be read 16 bytes at a time."""
-    return x.is_contiguous() and size * x.itemsize % _VECTOR_BYTES == 0
+    return x.is_contiguous() and size * x.itemsize % VECTOR_BYTES == 0
 
 
 def _rows_vectorize(x: Tensor) -> bool:
     """Return True if each row of x [T, n] can be read 16 bytes at a time; rows need not be contiguous."""
-    vector = _VECTOR_BYTES // x.itemsize
+    vector = VECTOR_BYTES // x.itemsize
     return x.stride(1) == 1 and not (x.shape[1] % vector or x.stride(0) % vector or x.storage_offset() % vector)
 
 
 def _row_threads(x: Tensor, size: int) -> int:
     """Return the threads for one row: one per 16 bytes, rounded up to whole warps, at most _MAX_THREADS."""
-    vectors = size * x.itemsize // _VECTOR_BYTES
+    vectors = size * x.itemsize // VECTOR_BYTES
     return min(-(-vectors // 32) * 32, _MAX_THREADS)

@@ -20,16 +20,15 @@ from torch import Tensor
 
 from minisgl.error_text import summary
 from minisgl.kernel.base import Norm
-from minisgl.kernel.collectives.long_sums import LongSums, supports_rows
+from minisgl.kernel.collectives.long_sums import DTYPES, LongSums, supports_rows
 from minisgl.kernel.collectives.symmetric_memory import SymmetricMemory, meet_alike, reaches_all
 from minisgl.kernel.gemm.skinny_gemm import SkinnyGemm
 from minisgl.kernel.launch.compile import Compiler
-from minisgl.kernel.launch.signature import SCALAR_NAMES, KernelSpec, Macros
+from minisgl.kernel.launch.signature import SCALAR_NAMES, VECTOR_BYTES, KernelSpec, Macros
 
 logger = logging.getLogger(__name__)
 
 # Constants of all_reduce.cu.
-_VECTOR_BYTES = 16
 _BUFFERS = 3
 _EMPTY = -(2**31)
 _CONTROL_WORDS = 4
@@ -37,8 +36,6 @@ _FAILED_WORD = 3  # of Control, in push.cuh
 
 _NORM_MAX_ROWS = 256  # most rows that are normed in the same launch; with more, a separate norm is faster
 _SENDING = "addresses", "control", "rank", "buffer_bytes"  # arguments of skinny_gemm_push among `_shared`
-
-_DTYPES = {torch.bfloat16, torch.float16, torch.float32} & set(SCALAR_NAMES)
 
 
 class PushSizes(NamedTuple):
@@ -49,7 +46,7 @@ class PushSizes(NamedTuple):
 
     def buffer_bytes(self, ranks: int) -> int:
         """Return the size of a rank's buffer for one call."""
-        return max(ranks * self.one_shot, 2 * self.two_shot + ranks * _VECTOR_BYTES)
+        return max(ranks * self.one_shot, 2 * self.two_shot + ranks * VECTOR_BYTES)
 
 
 # Limits by the number of ranks. Those for 2 and 4 ranks were measured on H200 (docs/performance.md): with 4 ranks two
@@ -117,15 +114,15 @@ class PushAllReduce:
         """Return True if x is to be summed over ranks by these kernels; all ranks return the same."""
         return (
             0 < x.nbytes <= max(self._sizes)
-            and x.nbytes % _VECTOR_BYTES == 0
-            and x.data_ptr() % _VECTOR_BYTES == 0
+            and x.nbytes % VECTOR_BYTES == 0
+            and x.data_ptr() % VECTOR_BYTES == 0
             and x.is_contiguous()
-            and x.dtype in _DTYPES
+            and x.dtype in DTYPES
         )
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return the sum over ranks, plus `residual`, which is contiguous and as large as x; overwrites x."""
-        vectors = x.nbytes // _VECTOR_BYTES
+        vectors = x.nbytes // VECTOR_BYTES
         one_shot = x.nbytes <= self._sizes.one_shot
         way = "one_shot" if one_shot else "two_shot"
         kernel = self._compiler.kernel(_spec, self._ranks, x.dtype, way, self._shape.threads)
@@ -169,7 +166,7 @@ class PushAllReduce:
 
     def _add_rows(self, kernel: str, norm: Norm | None, residual: Tensor, **tensors: Tensor | None) -> None:
         rows, size = residual.shape
-        vectors = size * residual.itemsize // _VECTOR_BYTES
+        vectors = size * residual.itemsize // VECTOR_BYTES
         weight, eps = (None, 0.0) if norm is None else norm
         norm_dtype = residual.dtype if weight is None else weight.dtype
         launch = self._compiler.kernel(_norm_spec, kernel, self._ranks, residual.dtype, norm_dtype, self._shape.threads)
@@ -191,10 +188,10 @@ class PushAllReduce:
         return (
             x.dim() == 2
             and 0 < self._ranks * x.nbytes <= self._buffer_bytes
-            and columns * x.itemsize % _VECTOR_BYTES == 0
-            and x.data_ptr() % _VECTOR_BYTES == 0
+            and columns * x.itemsize % VECTOR_BYTES == 0
+            and x.data_ptr() % VECTOR_BYTES == 0
             and x.is_contiguous()
-            and x.dtype in _DTYPES
+            and x.dtype in DTYPES
         )
 
     def gather(self, x: Tensor, width: int | None = None, out: Tensor | None = None) -> Tensor:
@@ -206,20 +203,20 @@ class PushAllReduce:
             out = x.new_empty((rows, width))
         kernel = self._compiler.kernel(_spec, self._ranks, x.dtype, "gather", self._shape.threads)
         kernel(
-            (self._blocks(x.nbytes // _VECTOR_BYTES),),
+            (self._blocks(x.nbytes // VECTOR_BYTES),),
             self._shape.threads,
             x=x,
             out=out,
             rows=rows,
-            row_vectors=columns * x.itemsize // _VECTOR_BYTES,
-            out_vectors=width * x.itemsize // _VECTOR_BYTES,
+            row_vectors=columns * x.itemsize // VECTOR_BYTES,
+            out_vectors=width * x.itemsize // VECTOR_BYTES,
             **self._shared,
         )
         return out
 
     def share_rows(self, group: dist.ProcessGroup, rows: int, width: int, dtype: torch.dtype) -> RowsOfRanks | None:
         """Allocate [rows, width] on each rank; None if vectors of 16 bytes do not divide a row."""
-        if width * dtype.itemsize % _VECTOR_BYTES:
+        if width * dtype.itemsize % VECTOR_BYTES:
             return None
         memory = SymmetricMemory(group, self._memory.addresses.device, rows * width * dtype.itemsize)
         return RowsOfRanks(memory.words.view(dtype).view(rows, width), memory)

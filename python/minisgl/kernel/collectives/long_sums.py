@@ -13,14 +13,13 @@ from torch import Tensor
 
 from minisgl.kernel.base import Norm
 from minisgl.kernel.launch.compile import Compiler
-from minisgl.kernel.launch.signature import SCALAR_NAMES, KernelSpec, Macros
+from minisgl.kernel.launch.signature import SCALAR_NAMES, VECTOR_BYTES, KernelSpec, Macros
 
 # Constants of long_sum.cu.
-_VECTOR_BYTES = 16
 _CONTROL_WORDS = 2
 _FLAGS_BYTES = 128  # at the beginning of each rank's memory: Flags of up to 16 ranks, and rows stay aligned
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _THREADS = 264 * 640  # of a launch: two rows of 5,120 values on each multiprocessor of an H200
 
 
@@ -63,7 +62,7 @@ class LongSums:
         """
         self._compiler, self._memory, self._shared = compiler, memory, shared
         self._ranks, self._sizes, self._dtype = len(memory.addresses), sizes, dtype
-        self._row_vectors = width * dtype.itemsize // _VECTOR_BYTES
+        self._row_vectors = width * dtype.itemsize // VECTOR_BYTES
         self._blocks = max_blocks or max(_THREADS // self._row_vectors, 1)
         self._control = torch.zeros(_CONTROL_WORDS, dtype=torch.int32, device=memory.words.device)
         rows = memory.words.view(torch.uint8)[_FLAGS_BYTES:].view(dtype).view(2, sizes[-1], width)
@@ -108,8 +107,8 @@ class LongSums:
 
 def supports_rows(width: int, dtype: torch.dtype) -> bool:
     """Return True if one block can process a row, with a thread for each vector."""
-    vectors, rest = divmod(width * dtype.itemsize, _VECTOR_BYTES)
-    return dtype in _DTYPES and rest == 0 and vectors % 32 == 0 and vectors <= 1024
+    vectors, rest = divmod(width * dtype.itemsize, VECTOR_BYTES)
+    return dtype in DTYPES and rest == 0 and vectors % 32 == 0 and vectors <= 1024
 
 
 def long_sum_spec(ranks: int, dtype: torch.dtype, norm_dtype: torch.dtype, row_vectors: int) -> KernelSpec:

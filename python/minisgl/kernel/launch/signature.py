@@ -25,6 +25,7 @@ SCALAR_NAMES = {
     torch.float32: "f32",
     torch.float8_e4m3fn: "e4m3",  # in the KV cache only (fp8.cuh)
 }
+VECTOR_BYTES = 16  # of csrc's Vec, the most that a thread loads or stores at once
 # Shared memory of a multiprocessor, out of 256 KiB, while it computes the product before attention. The rest is L1,
 # through which attention, which begins early, streams K and V. The hardware supports only certain sizes; this is one.
 SHARED_BEFORE_ATTENTION = 132 << 10
