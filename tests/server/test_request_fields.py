@@ -202,7 +202,7 @@ def test_priority_and_an_abort_while_waiting(
 ) -> None:
     running = in_background("running", max_tokens=3000)
     wait_until(lambda: server.info()["scheduler-0"]["requests_running"] == 1)
-    later = in_background("later", max_tokens=80)
+    later = in_background("later", max_tokens=3000)
     unwanted = in_background("unwanted", max_tokens=300)
     wait_until(lambda: waiting(server) == 2)
     sooner = in_background("sooner", max_tokens=2, priority=1)
@@ -220,6 +220,8 @@ def test_priority_and_an_abort_while_waiting(
     assert not running, "a waiting request is aborted before its turn"
     assert CLIENT.post(f"{server.url}/abort", json={"request_id": "running"}).json() == {"aborted": 1}
     wait_until(lambda: bool(sooner))
+    assert sooner[0].status_code == 200
     assert not later
+    assert CLIENT.post(f"{server.url}/abort", json={"request_id": "later"}).json() == {"aborted": 1}
     wait_until(lambda: bool(later))
-    assert (sooner[0].status_code, later[0].status_code) == (200, 200)
+    assert (later[0].status_code, later[0].json()["error"]["code"]) == (499, "request_aborted")
