@@ -50,6 +50,33 @@ def idle(folder: Path) -> Iterator[Server]:
         yield server
 
 
+class OpenRequest:
+    """A stream that has begun. It lasts for 30,000 tokens, which are many seconds: something must end it."""
+
+    def __init__(self, server: Server) -> None:
+        self.lines: list[str] = []
+        self._url = f"{server.url}/v1/completions"
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+        assert self._started.wait(PATIENCE)
+
+    def _read(self) -> None:
+        body = {"prompt": "abc", "max_tokens": 30000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", self._url, json=body, headers={"x-request-id": "open"}, timeout=300) as response:
+            for line in response.iter_lines():
+                self.lines.append(line)
+                self._started.set()
+
+    def error(self) -> str:
+        """Wait for the end; return the message of the error that it ended with."""
+        self._thread.join(PATIENCE)
+        events = [line for line in self.lines if line]
+        assert events[-1] == "data: [DONE]", events[-2:]
+        message: str = json.loads(events[-2].removeprefix("data: "))["error"]["message"]
+        return message
+
+
 def changed(folder: Path, tmp_path: Path, **changes: object) -> str:
     """A copy of the model with other values in its config."""
     copy = tmp_path / "changed"
@@ -175,44 +202,44 @@ def test_ctrl_c_and_a_closed_terminal_end_everything_at_once(signum: int, to_wor
     with Server("--model", str(folder), "--shutdown-timeout", "3600") as server:
         pids = worker_pids(server.process.pid)
         assert sorted(pids) == sorted(WORKERS)
-        errors = _open_request(server)
+        request = OpenRequest(server)
         if to_workers:
             for pid in pids.values():
                 os.kill(pid, signum)
         server.end(signum)
         assert server.process.returncode == 0
         assert not any(map(is_alive, pids.values()))
-        assert errors() == "the server is shutting down"
+        assert request.error() == "the server is shutting down"
         assert "draining" not in "".join(server.log)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "tokens"), [((), 200), (("--tp", "2"), 50)], ids=["one rank", "two ranks"]
-)  # two ranks take as long for a quarter
-def test_after_sigterm_running_and_waiting_requests_finish(
-    arguments: tuple[str, ...], tokens: int, folder: Path
-) -> None:
+@pytest.mark.parametrize("arguments", [(), ("--tp", "2")], ids=["one rank", "two ranks"])
+def test_after_sigterm_running_and_waiting_requests_finish(arguments: tuple[str, ...], folder: Path) -> None:
     """Although the whole group is signalled: the workers leave the signal to the supervisor."""
     one_at_a_time = ("--max-running-requests", "1", "--shutdown-timeout", "3600")
     with Server("--model", str(folder), *one_at_a_time, *arguments) as server:
         pids = worker_pids(server.process.pid)
-        with ThreadPoolExecutor(3) as pool:
+        running = OpenRequest(server)
+        with ThreadPoolExecutor(2) as pool:
 
             def ask(max_tokens: int) -> Future[httpx.Response]:
                 body = {"prompt": "abc", "n": 8, "max_tokens": max_tokens, "ignore_eos": True}
                 return pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=600)
 
-            answers = {ask(tokens): tokens}  # one sequence at a time: seconds
-            wait_until(lambda: server.info()["scheduler-0"]["requests_waiting"] > 0)
-            answers |= {ask(5): 5, ask(6): 6}
-            wait_until(lambda: server.info()["scheduler-0"]["requests_waiting"] > 2 * 8)
+            answers = {ask(length): length for length in (5, 6)}
+            wait_until(lambda: server.info()["scheduler-0"]["requests_waiting"] == 2 * 8)
             for pid in (*pids.values(), server.process.pid):
                 os.kill(pid, signal.SIGTERM)
             wait_until(lambda: httpx.get(f"{server.url}/health", timeout=300).status_code == 503)
             refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "abc"}, timeout=300)
             assert refused.status_code == 503
             assert refused.headers["retry-after"] == "1"
-            assert not any(answer.done() for answer in answers), "all this came before the first answer's end"
+            assert not any(answer.done() for answer in answers), "the running request is before them"
+            seen = len(running.lines)
+            wait_until(lambda: len(running.lines) > seen + 10)
+            abort = httpx.post(f"{server.url}/abort", json={"request_id": "open"}, timeout=300)
+            assert abort.json() == {"aborted": 1}
+            assert running.error() == "the request was aborted"
             for answer, length in answers.items():
                 assert answer.result().json()["usage"]["completion_tokens"] == 8 * length
         assert server.process.wait(PATIENCE) == 0
@@ -221,44 +248,44 @@ def test_after_sigterm_running_and_waiting_requests_finish(
 
 def test_the_text_of_a_workers_exception_is_in_the_log_and_not_in_the_answer(folder: Path) -> None:
     with Server("--model", str(folder)) as server:
-        errors = _open_request(server)
+        request = OpenRequest(server)
         (address,) = Path(server.tmp).glob("*/detokenizer.ipc")
         with zmq.Context() as context, context.socket(zmq.PUSH) as broken:
             broken.connect(f"ipc://{address}")
             broken.send(b"no message")
-            assert server.process.wait(timeout=60) == 1
-        assert errors() == "the server is shutting down: the process detokenizer has failed"
+            assert server.wait() == 1
+        assert request.error() == "the server is shutting down: the process detokenizer has failed"
         assert "DecodeError" in "".join(server.log) or "ValidationError" in "".join(server.log)
 
 
 def test_a_second_sigterm_ends_at_once(folder: Path) -> None:
     with Server("--model", str(folder), "--shutdown-timeout", "3600") as server:
-        errors = _open_request(server)
+        request = OpenRequest(server)
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: httpx.get(f"{server.url}/ready", timeout=300).status_code == 503)
         time.sleep(REPEAT_SECONDS)  # sooner, it is taken for the first one
         server.end(signal.SIGTERM)
         assert server.process.returncode == 0
-        assert errors() == "the server is shutting down"
+        assert request.error() == "the server is shutting down"
 
 
 def test_unfinished_requests_get_an_error_after_the_shutdown_timeout(folder: Path) -> None:
     with Server("--model", str(folder), "--shutdown-timeout", "2") as server:
-        errors = _open_request(server)
+        request = OpenRequest(server)
         begin = time.monotonic()
         server.end(signal.SIGTERM)
         assert time.monotonic() - begin >= 1, "half of the time is theirs"
         assert server.process.returncode == 0
-        assert errors() == "the server is shutting down"
+        assert request.error() == "the server is shutting down"
         assert "the time to finish is up" in "".join(server.log)
 
 
 def test_without_a_shutdown_timeout_sigterm_ends_at_once(folder: Path) -> None:
     with Server("--model", str(folder), "--shutdown-timeout", "0") as server:
-        errors = _open_request(server)
+        request = OpenRequest(server)
         server.end(signal.SIGTERM)
         assert server.process.returncode == 0
-        assert errors() == "the server is shutting down"
+        assert request.error() == "the server is shutting down"
 
 
 def test_a_request_that_came_before_the_server_could_accept_it_is_answered_when_it_ends(folder: Path) -> None:
@@ -355,11 +382,11 @@ def test_workers_die_with_a_supervisor_killed_while_they_start(folder: Path) -> 
 def test_a_dead_worker_ends_the_server_with_an_error_to_every_request(worker: str, folder: Path) -> None:
     with Server("--model", str(folder)) as server:
         pids = worker_pids(server.process.pid)
-        errors = _open_request(server)
+        request = OpenRequest(server)
         os.kill(pids[worker], signal.SIGKILL)
         server.process.wait(PATIENCE)
         assert server.process.returncode == 1
-        assert "died (killed by signal 9)" in errors()
+        assert "died (killed by signal 9)" in request.error()
         assert not any(map(is_alive, pids.values()))
 
 
@@ -367,12 +394,12 @@ def test_a_stopped_rank_ends_the_server_with_an_error_to_every_request(folder: P
     """A collective would wait for 300 seconds. A server that waits for requests is not taken for a hanging one."""
     with Server("--model", str(folder), "--tp", "2", "--hang-timeout", "3") as server:
         time.sleep(4.0)
-        errors = _open_request(server)
+        request = OpenRequest(server)
         processes = worker_processes(server.process.pid)
         _, second = [pid for pid, module in processes if module == SCHEDULER]
         os.kill(second, signal.SIGSTOP)
-        assert errors().endswith("the process scheduler-1 hangs")
-        assert server.process.wait(PATIENCE) == 1
+        assert request.error().endswith("the process scheduler-1 hangs")
+        assert server.wait() == 1
         assert "scheduler-1 hangs: it has not answered for" in server.log[-1]
         assert not any(is_alive(pid) for pid, _ in processes)
 
@@ -381,36 +408,9 @@ def test_a_worker_that_dies_at_start_ends_the_start(folder: Path) -> None:
     server = Server("--model", str(folder))
     wait_until(lambda: SCHEDULER in worker_pids(server.process.pid))
     os.kill(worker_pids(server.process.pid)[SCHEDULER], signal.SIGKILL)
-    assert server.process.wait(PATIENCE) == 1
-    server._reader.join(PATIENCE)
+    assert server.wait() == 1
     assert "scheduler-0 died" in server.log[-1]
     os.rmdir(server.tmp)
-
-
-def _open_request(server: Server) -> Callable[[], str]:
-    """A stream that is running; call the result for the error that ended it."""
-    body = {"prompt": "abc", "max_tokens": 30000, "ignore_eos": True, "stream": True}
-    lines: list[str] = []
-    started = threading.Event()
-
-    def read() -> None:
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=300) as response:
-            for line in response.iter_lines():
-                lines.append(line)
-                started.set()
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    assert started.wait(PATIENCE)
-
-    def error() -> str:
-        thread.join(PATIENCE)
-        events = [line for line in lines if line]
-        assert events[-1] == "data: [DONE]", events[-2:]
-        message: str = json.loads(events[-2].removeprefix("data: "))["error"]["message"]
-        return message
-
-    return error
 
 
 def test_workers_load_no_more_than_they_use(idle: Server) -> None:

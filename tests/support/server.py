@@ -66,11 +66,16 @@ class Server:
         return OpenAI(base_url=f"{self.url}/v1", api_key=self.api_key, max_retries=0, timeout=180)
 
     def info(self) -> dict[str, dict[str, int]]:
-        """Return the counts of what each process holds."""
+        """Return the counts of what each process holds, once all have answered: the server waits 2 s for them."""
         headers = {"authorization": f"Bearer {self.api_key}"}
-        answer: dict[str, Any] = httpx.get(f"{self.url}/server_info", headers=headers, timeout=PATIENCE).json()
-        assert answer["complete"]
-        return answer["processes"]
+        answers: list[dict[str, Any]] = []
+
+        def is_complete() -> bool:
+            answers.append(httpx.get(f"{self.url}/server_info", headers=headers, timeout=PATIENCE).json())
+            return bool(answers[-1]["complete"])
+
+        wait_until(is_complete, lambda: str(answers[-1]))
+        return answers[-1]["processes"]
 
     def wait_idle(self) -> None:
         """Wait until no process holds anything of any request, and every page is free or cached."""
@@ -79,12 +84,17 @@ class Server:
     def end(self, signum: int = signal.SIGTERM) -> None:
         """Send a signal and wait until the process is gone."""
         self.process.send_signal(signum)
+        self.wait()
+
+    def wait(self) -> int:
+        """Wait until the process is gone and its whole log has been read; return its exit status."""
         try:
-            self.process.wait(PATIENCE)
+            status = self.process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise AssertionError(f"still there after {PATIENCE} s: {self.log}") from None
         self._reader.join(PATIENCE)
+        return status
 
     def __enter__(self) -> Server:
         return self.wait_ready()
