@@ -13,8 +13,12 @@ from support.small_models import save_tiny_qwen3
 
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights over 38,000 tokens: its answers are full of cut characters, emoji and CJK."""
-    return save_tiny_qwen3(tmp_path_factory.mktemp("models") / "random-model", tie_word_embeddings=True)
+    """Random weights over 38,000 tokens: its answers are full of cut characters, emoji and CJK.
+
+    In its context fits a request that outlasts any pause of a test.
+    """
+    folder = tmp_path_factory.mktemp("models") / "random-model"
+    return save_tiny_qwen3(folder, tie_word_embeddings=True, max_position_embeddings=32768)
 
 
 @pytest.fixture(scope="module")

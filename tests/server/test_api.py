@@ -16,7 +16,7 @@ from minisgl.tokenizer.text import TextTokenizer
 from support.server import PATIENCE, Server, cpu_seconds, wait_until, worker_pids
 
 LONG = "The harbour master counted forty boats before the fog came in. " * 2
-CONTEXT = 1024
+CONTEXT = 4000
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def cached_tokens(answer: dict[str, Any]) -> int:
 
 
 def test_the_api_key_admits_and_stays_secret(server: Server) -> None:
-    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert httpx.get(f"{server.url}/health", timeout=PATIENCE).status_code == 200
     with pytest.raises(AuthenticationError):
         server.client.with_options(api_key="wrong").models.list()
     assert [model.id for model in server.client.models.list()] == ["demo", "org/demo"]
@@ -101,7 +101,7 @@ def test_truncated_prompt(server: Server, tokenizer: TextTokenizer) -> None:
     assert choice["prompt_token_ids"] == ids[-9:]
     assert choice["text"].startswith(tokenizer.decode(ids[-9:]))
     assert answer["usage"]["prompt_tokens"] == 9
-    whole = complete(server, prompt="abc " * 1000, truncate_prompt_tokens=-1, max_tokens=7)
+    whole = complete(server, prompt="abc " * 2000, truncate_prompt_tokens=-1, max_tokens=7)
     assert whole["usage"]["prompt_tokens"] == CONTEXT - 7
 
 
@@ -177,15 +177,15 @@ def test_a_grammar_that_the_allowed_ids_exclude(server: Server, temperature: flo
 
 
 def test_abort_ends_the_engines_work(server: Server) -> None:
-    body = {"prompt": "on and on", "max_tokens": 1000, "ignore_eos": True}
+    body = {"prompt": "on and on", "n": 8, "max_tokens": CONTEXT - 100, "ignore_eos": True}  # many seconds
     with ThreadPoolExecutor() as pool:
         answers = [
             pool.submit(post, server, "/v1/completions", body, **{"x-request-id": f"job-{index}"}) for index in range(3)
         ]
-        wait_until(lambda: server.info()["scheduler-0"]["requests_running"] == 3)
+        wait_until(lambda: server.info()["scheduler-0"]["requests_running"] == 3 * 8)
         assert post(server, "/abort", {"request_id": "job-1"}).json() == {"aborted": 1}
         assert answers[1].result(PATIENCE).status_code == 499
-        wait_until(lambda: server.info()["scheduler-0"]["requests_running"] == 2)
+        wait_until(lambda: server.info()["scheduler-0"]["requests_running"] == 2 * 8)
         assert post(server, "/abort", {"all": True}).json() == {"aborted": 2}
         assert {answer.result(PATIENCE).status_code for answer in answers} == {499}
     server.wait_idle()
@@ -226,11 +226,12 @@ def test_health_and_metrics(server: Server) -> None:
     with httpx.stream(
         "POST",
         f"{server.url}/v1/completions",
-        json={"prompt": "long", "max_tokens": 1000, "stream": True, "ignore_eos": True},
+        json={"prompt": "long", "n": 8, "max_tokens": CONTEXT - 100, "stream": True, "ignore_eos": True},
         headers={"authorization": "Bearer secret"},
+        timeout=PATIENCE,
     ) as response:
         lines = response.iter_lines()
         next(lines)
-        wait_until(lambda: sample("vllm:num_requests_running") == 1)
+        wait_until(lambda: sample("vllm:num_requests_running") == 8)
         assert sample("vllm:kv_cache_usage_perc") > 0
     wait_until(lambda: sample("vllm:num_requests_running") == 0)
