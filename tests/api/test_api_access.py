@@ -26,6 +26,7 @@ from minisgl.server.api.http.gates import client_of
 from minisgl.server.supervisor import bind
 
 CHAT = "/v1/chat/completions"
+HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
 OPEN = ["/", "/health", "/ready", "/ping", "/version", "/docs", "/redoc", "/openapi.json"]
 
@@ -188,7 +189,7 @@ def test_tls_serves_streams(start_server: Callable[..., RunningServer], certific
     key, cert = certificate
     server = start_server(ssl_keyfile=key, ssl_certfile=cert)
     context = ssl.create_default_context(cafile=cert)
-    with httpx.Client(verify=context, trust_env=False) as http:
+    with httpx.Client(verify=context, trust_env=False, timeout=120) as http:
         body = {"prompt": "hello", "stream": True, "max_tokens": 3}
         with http.stream("POST", f"https://127.0.0.1:{server.port}/v1/completions", json=body) as response:
             assert response.status_code == 200
@@ -201,10 +202,22 @@ def test_a_certificate_that_is_none(certificate: tuple[str, str]) -> None:
         HttpConfig(ssl_keyfile=key, ssl_certfile=key).validate()
 
 
+def connect_and_send(server: RunningServer, sent: bytes) -> RawClient:
+    """Do both in one turn of the server's event loop, so that the receive timeout cannot end in between."""
+
+    def begin() -> RawClient:
+        client = RawClient(server.port)
+        client.socket.sendall(sent)
+        return client
+
+    client: RawClient = server.call(begin)
+    return client
+
+
 def test_a_body_that_never_ends(start_server: Callable[..., RunningServer]) -> None:
     server = start_server(receive_timeout=1.0)
-    client = RawClient(server.port)
-    client.post(CHAT, HELLO, cut=5)
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: 9\r\n\r\n"
+    client = connect_and_send(server, f"{head}{{".encode())
     assert b" 408 " in client.read_all()
     assert not server.engine.of_type(Generate)
 
@@ -212,14 +225,12 @@ def test_a_body_that_never_ends(start_server: Callable[..., RunningServer]) -> N
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nho"])
 def test_a_head_that_never_ends(start_server: Callable[..., RunningServer], sent: bytes) -> None:
     server = start_server(receive_timeout=1.0)
-    client = RawClient(server.port)
-    client.socket.sendall(sent)
-    assert client.read_all() == b""
-    client = RawClient(server.port)  # while a connection between two requests may be idle for longer
-    for _ in range(2):
-        client.socket.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
-        assert b" 200 " in client.read_until(b"\r\n\r\n")
-        time.sleep(1.5)
+    assert connect_and_send(server, sent).read_all() == b""
+    client = connect_and_send(server, HEALTH)
+    assert b" 200 " in client.read_until(b"\r\n\r\n")
+    time.sleep(1.5)  # a connection between two requests may be idle for longer
+    client.socket.sendall(HEALTH)
+    assert b" 200 " in client.read_until(b"\r\n\r\n")
 
 
 EARLY = b"POST /nope HTTP/1.1\r\nhost: localhost\r\n%b\r\n\r\n"  # answered whatever its body is
@@ -231,12 +242,10 @@ def test_the_receive_timeout_applies_after_an_answer(start_server: Callable[...,
     server = start_server(receive_timeout=1.0)
     clients = []
     for sent in (LENGTH, LENGTH + b"12345", CHUNKED, CHUNKED + b"1\r\nx\r"):
-        clients.append(client := RawClient(server.port))
-        client.socket.sendall(sent)
+        clients.append(client := connect_and_send(server, sent))
         assert b" 404 " in client.read_until(b"}}")
     for more in (b"\r", b"\r\n\r\n", b"G", b"GET / HTTP/1.1\r\n"):
-        clients.append(client := RawClient(server.port))
-        client.socket.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        clients.append(client := connect_and_send(server, HEALTH))
         assert b" 200 " in client.read_until(b'"ok"}')
         client.socket.sendall(more)
     for client in clients:
@@ -259,11 +268,9 @@ def test_after_a_body_that_was_not_read(
 
 def test_an_endless_head_after_a_request(start_server: Callable[..., RunningServer]) -> None:
     """The head does not end the running answer; the receive timeout begins after that answer."""
-    client = RawClient(start_server(receive_timeout=1.0, tick=0.1).port)
     data = json.dumps({"prompt": "x", "stream": True, "max_tokens": 20}).encode()
-    client.socket.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%bGET" % (len(data), data)
-    )
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(data)
+    client = connect_and_send(start_server(receive_timeout=1.0, tick=0.1), head + data + b"GET")
     assert client.read_all().endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
@@ -367,12 +374,12 @@ def test_a_client_that_never_reads_and_never_leaves(start_server: Callable[..., 
 
 def test_a_slow_reader_is_not_cut(start_server: Callable[..., RunningServer]) -> None:
     """A client that reads something now and then keeps its connection."""
-    listener = bind("127.0.0.1", 0, send_timeout=2.0)
+    listener = bind("127.0.0.1", 0, send_timeout=5.0)
     server = start_server(listener=listener)
     slow = RawClient(server.port, receive_buffer=4096)
     slow.post("/v1/completions", {"prompt": "big", "stream": True, "max_tokens": 20})
     received = b""
-    deadline = time.monotonic() + 4.0
+    deadline = time.monotonic() + 6.0
     while time.monotonic() < deadline:
         time.sleep(0.1)
         received += slow.socket.recv(4096)
