@@ -14,6 +14,7 @@ import pytest
 from minisgl.models.hub import demo_folder
 from minisgl.tokenizer.text import TextTokenizer
 from support.server import Server, wait_until
+from support.small_models import save_long_demo
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 CLIENT = httpx.Client(timeout=300)
@@ -26,10 +27,11 @@ WEATHER = {
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = save_long_demo(tmp_path_factory.mktemp("models") / "demo")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")  # a tiny model, perhaps on a busy machine
-        with Server("--max-running-requests", "1", "--max-queued-requests", "4") as server:
+        with Server("--model", str(folder), "--max-running-requests", "1", "--max-queued-requests", "4") as server:
             yield server
             server.wait_idle()
 
@@ -200,9 +202,9 @@ def waiting(server: Server) -> int:
 def test_priority_and_an_abort_while_waiting(
     server: Server, in_background: Callable[..., list[httpx.Response]]
 ) -> None:
-    running = in_background("running", max_tokens=3000)
+    running = in_background("running", max_tokens=30000)
     wait_until(lambda: server.info()["scheduler-0"]["requests_running"] == 1)
-    later = in_background("later", max_tokens=3000)
+    later = in_background("later", max_tokens=30000)
     unwanted = in_background("unwanted", max_tokens=300)
     wait_until(lambda: waiting(server) == 2)
     sooner = in_background("sooner", max_tokens=2, priority=1)

@@ -1,13 +1,16 @@
 """Small model folders with random weights.
 
-For GPU tests: Qwen3 and SmolLM2 shapes cut down, and a tokenizer of one token a byte. For others: a tiny Qwen3.
+For GPU tests: Qwen3 and SmolLM2 shapes cut down, and a tokenizer of one token a byte. For others: a tiny Qwen3, and the
+demo model with a long context.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+from minisgl.models.hub import demo_folder
 from support.tiny_tokenizer import save_byte_tokenizer
 from support.unicode_tokenizer import save_unicode_tokenizer
 
@@ -99,6 +102,17 @@ def save_tiny_qwen3(path: Path, **changes: Any) -> Path:
     config = Qwen3Config(vocab_size=save_unicode_tokenizer(path), **fields)
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def save_long_demo(path: Path) -> Path:
+    """The demo model with a context of 32,768 tokens, so that an answer may outlast any pause of a test."""
+    path.mkdir()
+    for file in demo_folder().iterdir():
+        if file.name != "config.json":
+            (path / file.name).symlink_to(file)
+    config = json.loads((demo_folder() / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32768}))
     return path
 
 
