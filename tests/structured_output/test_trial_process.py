@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,16 +18,18 @@ from minisgl.sampling_params import MAX_GRAMMAR_CHARS, Grammar, InvalidRequest
 from minisgl.structured_output.translate import ebnf_as_lark
 from minisgl.structured_output.trial_process import WAIT_FACTOR
 from minisgl.structured_output.trials import GrammarCheck, Outcome, Trial, TrialProcess
-from minisgl.structured_output.validator import CheckFailed, GrammarValidator
+from minisgl.structured_output.validator import CONCURRENCY, CheckFailed, GrammarValidator
 
 LETTERS = Grammar("regex", "[ab]{2,3}")
 ENDLESS = Grammar("regex", "((a{1000}){1000}){1000}")  # takes minutes, and all memory
 
 
 def outcome_of(process: TrialProcess, *trials: Trial) -> list[Outcome]:
-    """Wait for these; return their outcomes in the order that they end."""
+    """Have these begin at the same time, and wait for them; return their outcomes in the order that they end."""
+    os.kill(process.pid, signal.SIGSTOP)
     for trial in trials:
         process.start(trial)
+    os.kill(process.pid, signal.SIGCONT)
     outcomes: list[Outcome] = []
     while len(outcomes) < len(trials):
         outcomes += process.poll(1.0)
@@ -86,16 +89,26 @@ def test_a_grammar_gets_no_more_memory_than_its_share() -> None:
 
 def test_no_grammar_keeps_others_from_being_checked() -> None:
     """Many slow grammars delay others neither from one client nor from many."""
-    validator = GrammarValidator({}, time_limit=0.3)
+    validator = GrammarValidator({}, time_limit=60.0)  # none of the slow ones ends before it is told to
     hard = [Grammar("regex", f"{ENDLESS.text}{number}") for number in range(12)]
     checks = [validator.check(grammar, "hostile") for grammar in hard[:8]]
-    honest = validator.check(LETTERS, "honest")
-    honest.result()
+    validator.validate(LETTERS, "honest")
     assert not any(check.is_done for check in checks), "the client's grammar was tried before all of the others"
     assert validator.num_waiting == 7
     checks += [validator.check(grammar, f"hostile {number}") for number, grammar in enumerate(hard[8:])]
-    validator.validate(Grammar("regex", "[cd]"), "honest")
-    assert sum(check.is_done for check in checks) <= 4
+    honest = validator.check(Grammar("regex", "[cd]"), "honest")
+    assert validator._process is not None
+    while len(running := children(validator._process.pid)) < CONCURRENCY:
+        validator.poll(0.01)
+    assert not honest.is_done
+    os.kill(running[0], signal.SIGALRM)  # as at the limit of real time
+    honest.result()
+    assert sum(check.is_done for check in checks) == 1, "the next place was the client's"
+    while not all(check.is_done for check in checks):
+        for child in children(validator._process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGALRM)
+        validator.poll(0.01)
     for check in checks:
         with pytest.raises(InvalidRequest, match="longer than"):
             check.result()

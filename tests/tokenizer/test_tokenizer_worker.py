@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -316,7 +317,7 @@ class Server:
     def __init__(self, run_dir: str, model: Path) -> None:
         self.addresses = Addresses(run_dir)
         self.context = zmq.Context()
-        self.context.setsockopt(zmq.RCVTIMEO, 20_000)
+        self.context.setsockopt(zmq.RCVTIMEO, 120_000)
         self.context.setsockopt(zmq.LINGER, 0)
         self.api: Inbox[ToApi] = Inbox(self.context, self.addresses.api, ToApi)  # type: ignore[arg-type]
         self.scheduler: Inbox[ToScheduler] = Inbox(self.context, self.addresses.scheduler, ToScheduler)  # type: ignore[arg-type]
@@ -325,11 +326,11 @@ class Server:
 
     @contextmanager
     def worker(self, entry: str, index: int = 0) -> Iterator[list[str]]:
-        """Run the worker until it is ready; gives the phases of its start."""
+        """Run the worker as `process` until it is ready; gives the phases of its start."""
         ours, theirs = socket.socketpair()
         environment = os.environ | {"PYTHONPATH": str(Path(minisgl.__file__).parents[1])}
         command = [sys.executable, "-m", "minisgl.process.worker", entry, str(theirs.fileno())]
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
+        self.process = process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
         theirs.close()
         pipe: ControlPipe[ToSupervisor] = ControlPipe(ours, ToSupervisor)  # type: ignore[arg-type]
         config = ServerConfig(engine=EngineConfig(model_path=str(self.model)), model_names=("tiny",))
@@ -344,7 +345,7 @@ class Server:
             assert process.poll() is None
         finally:
             pipe.close()
-            process.wait(10)
+            process.wait(120)
 
 
 @pytest.fixture
@@ -382,12 +383,14 @@ def test_the_check_of_a_grammar_delays_no_other_request(server: Server) -> None:
     with server.worker("minisgl.tokenizer.tokenizer_worker:run"):
         inbox: Outbox[to_tokenizer.ToTokenizer] = Outbox(server.context, server.addresses.tokenizer(0))
         start = time.perf_counter()
+        server.process.send_signal(signal.SIGSTOP)  # so that it finds all messages at once
         inbox.send(hard(1, 1000))
         inbox.send(hard(2, 1001))
         inbox.send(request(TextPrompt("ab"), (3,), max_tokens=4))
         inbox.send(StatsRequest(4))
         inbox.send(Abort([2]))
         inbox.send(request(TextPrompt("ab"), (5,), max_tokens=4, grammar=Grammar("regex", "a+")))
+        server.process.send_signal(signal.SIGCONT)
         # Before the first, whose verdict takes two seconds.
         assert [server.api.receive().seq_ids for _ in range(2)] == [[3], [5]]  # type: ignore[union-attr]
         got = [server.scheduler.receive() for _ in range(4)]
