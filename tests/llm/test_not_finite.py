@@ -113,4 +113,4 @@ def test_a_server_names_the_error(damaged: Path) -> None:
         metrics = httpx.get(f"{server.url}/metrics", timeout=120).text
         assert 'vllm:request_success_total{finished_reason="error",model_name="damaged"} 2.0' in metrics
         server.wait_idle()
-        assert len([line for line in server.log if "the model computed NaN or infinite values" in line]) == 1
+    assert len([line for line in server.log if "the model computed NaN or infinite values" in line]) == 1

@@ -44,9 +44,9 @@ class Router:
     def __init__(self, info: dict[str, Any]) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         host = info["endpoint_host"]
-        self._events = self._context.socket(zmq.SUB)
-        self._events.connect(f"tcp://{host}:{info['endpoint_port_base']}")
-        self._events.subscribe(info["topic"])
+        self.events = self._context.socket(zmq.SUB)
+        self.events.connect(f"tcp://{host}:{info['endpoint_port_base']}")
+        self.events.subscribe(info["topic"])
         self._replay = self._context.socket(zmq.DEALER)
         self._replay.set(zmq.RCVTIMEO, round(PATIENCE * 1000))
         self._replay.connect(f"tcp://{host}:{info['replay_endpoint_port_base']}")
@@ -66,8 +66,8 @@ class Router:
 
     def receive(self) -> None:
         """Take what has arrived."""
-        while self._events.poll(0):
-            topic, number, payload = self._events.recv_multipart()
+        while self.events.poll(0):
+            topic, number, payload = self.events.recv_multipart()
             assert topic == TOPIC
             if int.from_bytes(number, "big") >= self.next:
                 self._take(number, payload)
@@ -140,12 +140,29 @@ def server(collector: Collector) -> Iterator[Server]:
 
 @pytest.fixture
 def router(server: Server) -> Iterator[Router]:
-    block = httpx.get(f"{server.url}/server_info").json()["kv_events"]
+    block = get(server, "/server_info").json()["kv_events"]
     assert (block["publisher"], block["block_size"], block["dp_size"]) == ("zmq", PAGE_SIZE, 1)
     router = Router(block)
+
+    def hears() -> bool:
+        """Only an event shows that the server knows of the subscription; without it, it drops what it publishes."""
+        flush(server)
+        return bool(router.events.poll(100))
+
+    wait_until(hears)
     router.catch_up()
     yield router
     router.close()
+
+
+def get(server: Server, path: str) -> httpx.Response:
+    return httpx.get(f"{server.url}{path}", timeout=PATIENCE)
+
+
+def flush(server: Server) -> int:
+    """Empty the prefix cache; return the number of its pages."""
+    pages: int = httpx.post(f"{server.url}/flush_cache", timeout=PATIENCE).json()["pages"]
+    return pages
 
 
 def generate(server: Server, text: str) -> list[int]:
@@ -156,7 +173,6 @@ def generate(server: Server, text: str) -> list[int]:
 
 
 def test_a_router_knows_the_cached_prefixes(server: Server, router: Router) -> None:
-    httpx.post(f"{server.url}/flush_cache", timeout=PATIENCE)
     texts = [f"{'a shared beginning of some length, ' * 2}{index} and then {index * 7919}" for index in range(8)]
     for text in texts:  # more than the pages hold: the first are evicted
         ids = generate(server, text)
@@ -169,7 +185,7 @@ def test_a_router_knows_the_cached_prefixes(server: Server, router: Router) -> N
         return prefixes <= router.cached.prefixes and len(router.cached.prefixes) == counts["pages_cached"]
 
     wait_until(knows, lambda: str(len(router.cached.prefixes)))
-    assert httpx.post(f"{server.url}/flush_cache", timeout=PATIENCE).json()["pages"] == len(router.cached.prefixes)
+    assert flush(server) == len(router.cached.prefixes)
 
     def is_empty() -> bool:
         router.receive()
@@ -179,12 +195,12 @@ def test_a_router_knows_the_cached_prefixes(server: Server, router: Router) -> N
 
 
 def state_of(server: Server, since: int = -1) -> dict[str, Any]:
-    state: dict[str, Any] = httpx.get(f"{server.url}/debug/state?since={since}", timeout=PATIENCE).json()
+    state: dict[str, Any] = get(server, f"/debug/state?since={since}").json()
     return state
 
 
 def test_the_glass_box_shows_all_work_and_the_numbers_of_metrics(server: Server) -> None:
-    httpx.post(f"{server.url}/flush_cache", timeout=PATIENCE)
+    flush(server)
     before = state_of(server)  # from here on steps are recorded
     known = {step["begin"] for step in before["steps"]}
     seen: dict[float, dict[str, Any]] = {}
@@ -213,7 +229,7 @@ def test_the_glass_box_shows_all_work_and_the_numbers_of_metrics(server: Server)
     assert {node["parent"] for node in nodes} <= {None, *(node["last"] for node in nodes)}
     assert after["engine"]["sequences"] == []
 
-    metrics = httpx.get(f"{server.url}/metrics").text
+    metrics = get(server, "/metrics").text
     values = dict(re.findall(r'^minisgl:([\w:]+){model_name="demo"} (\S+)$', metrics, re.MULTILINE))
     told = {
         "num_requests_running": now["running"],
@@ -236,7 +252,7 @@ def test_the_glass_box_shows_all_work_and_the_numbers_of_metrics(server: Server)
 def test_a_late_subscriber_asks_for_a_replay(server: Server, router: Router) -> None:
     generate(server, "whatever fills a few pages of the cache, all of them whole")
     wait_until(lambda: server.info()["scheduler-0"]["pages_cached"] > 0)
-    late = Router(httpx.get(f"{server.url}/server_info").json()["kv_events"])
+    late = Router(get(server, "/server_info").json()["kv_events"])
     late.catch_up()
     router.catch_up()
     assert late.cached.prefixes == router.cached.prefixes != set()
@@ -266,11 +282,11 @@ def test_a_trace_has_the_phases_of_a_request_below_its_clients_span(server: Serv
     body = {"messages": [{"role": "user", "content": "What is a page?"}], "max_tokens": 5, "temperature": 0}
     answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=PATIENCE).json()
 
-    def ours() -> list[Any]:
-        return [span for span in collector.spans() if span.trace_id.hex() == trace_id]
+    def ours() -> dict[str, Any]:
+        return {span.name: span for span in collector.spans() if span.trace_id.hex() == trace_id}
 
-    wait_until(lambda: bool(ours()))
-    spans = {span.name: span for span in ours()}
+    wait_until(lambda: "chat demo" in ours())  # it ends last
+    spans = ours()
     request = spans.pop("chat demo")
     assert request.parent_span_id.hex() == span_id
     attributes = {one.key: one.value for one in request.attributes}
@@ -311,7 +327,7 @@ DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "dashboards" / "s
 
 def test_dashboards_find_what_they_ask_for(server: Server) -> None:
     generate(server, "so that times of a request are counted")
-    text = httpx.get(f"{server.url}/metrics").text
+    text = get(server, "/metrics").text
     values = dict(re.findall(r'^([\w:]+){(?:model_name="demo"|.*le="\+Inf",.*)} (\S+)$', text, re.MULTILINE))
     names = set(re.findall(r"^([\w:]+){", text, re.MULTILINE))
     panels = json.loads(DASHBOARD.read_text())["panels"]
@@ -323,5 +339,5 @@ def test_dashboards_find_what_they_ask_for(server: Server) -> None:
     assert asked <= names
     for phase in ("queue", "prefill", "decode"):
         assert float(values[f"vllm:request_{phase}_time_seconds_count"]) > 0
-    loads = httpx.get(f"{server.url}/v1/loads").json()["loads"]
+    loads = get(server, "/v1/loads").json()["loads"]
     assert [load["max_total_num_tokens"] for load in loads] == [float(values["sglang:max_total_num_tokens"])] == [320]
