@@ -402,6 +402,13 @@ def test_the_docs_name_every_route_and_field(server: RunningServer) -> None:
 # --- /server_info ---
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server waits longer for its processes than any pause of a test."""
+    monkeypatch.setattr("minisgl.server.api.routes.operations.SERVER_INFO_TIMEOUT", 120.0)
+
+
+@pytest.mark.usefixtures("patient")
 def test_server_info(server: RunningServer) -> None:
     info = server.get("/server_info").json()
     assert info["complete"] is True
@@ -412,6 +419,7 @@ def test_server_info(server: RunningServer) -> None:
     assert info["config"]["model_names"] == [MODEL]
 
 
+@pytest.mark.usefixtures("patient")
 def test_server_info_of_several_tokenizers(start_server: Callable[..., RunningServer]) -> None:
     info = start_server(num_tokenizers=3).get("/server_info").json()
     assert {f"tokenizer-{index}" for index in range(3)} <= info["processes"].keys()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from api_harness import RawClient, RunningServer
 from fake_engine import LIMITS
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic_core import from_json
 
@@ -294,6 +294,7 @@ def count(value: object) -> tuple[int, int]:
     return 1 + names + sum(values for values, _ in inner), max(0, len(value) - 1) + sum(items for _, items in inner)
 
 
+@settings(deadline=None)
 @given(json_values, st.lists(st.integers(0, 200), max_size=6), st.booleans())
 def test_a_scan_counts_what_is_there_however_it_comes(value: object, cuts: list[int], ascii_only: bool) -> None:
     data = json.dumps(value, ensure_ascii=ascii_only).encode()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl.core import Batch, ScoredTokens
@@ -29,6 +29,7 @@ def batch_of(rows: list[tuple[int, int, bool]], scored: list[int] | None = None)
     )
 
 
+@settings(deadline=None)
 @given(ROWS, st.data())
 def test_rows_and_reads(rows: list[tuple[int, int, bool]], data: st.DataObject) -> None:
     scored = [data.draw(st.integers(0, length)) for _, length, _ in rows]
@@ -56,6 +57,7 @@ def test_rows_and_reads(rows: list[tuple[int, int, bool]], data: st.DataObject) 
         assert view.tolist() == array.tolist()
 
 
+@settings(deadline=None)
 @given(ROWS, st.integers(0, 70), st.integers(0, 5))
 def test_padding_uses_scratch_slots(rows: list[tuple[int, int, bool]], more_tokens: int, more_rows: int) -> None:
     host = step_inputs(batch_of(rows))
