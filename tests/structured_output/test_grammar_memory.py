@@ -1,8 +1,15 @@
-"""Memory of automata: hostile grammars lose theirs, and honest ones do not notice."""
+"""Memory of automata: hostile grammars lose theirs, and honest ones do not notice.
+
+This is tested in a process of its own. Its memory is measured at every step, which takes 20 ms in a process that other
+tests have left with much memory free in small pieces.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pytest
@@ -11,9 +18,9 @@ from minisgl.llm import LLM
 from minisgl.sampling_params import Grammar, SamplingParams
 from minisgl.structured_output import matcher as matcher_module
 from minisgl.structured_output.heap import allocated_bytes
-from minisgl.structured_output.matcher import MEASURED_EVENTS, GrammarMatcher, GrammarMatchers
+from minisgl.structured_output.matcher import GrammarMatcher, GrammarMatchers
 from minisgl.structured_output.protocol import MatcherStatus
-from structured_output.drawing import Drawer, filled
+from structured_output.drawing import Drawer, filled, trained_tokenizer
 
 MIB = 2**20
 STEP = 8 * MIB  # a step may double a table of one automaton before it is measured
@@ -35,12 +42,19 @@ def honest(index: int) -> Grammar:
     return Grammar("closed_json_schema", f'{{"type": "object", "properties": {{"name{index}": {{"type": "string"}}}}}}')
 
 
+def limit_memory(patch: pytest.MonkeyPatch, *, idle: int, used: int) -> None:
+    """Limit the bytes of automata, and measure them at each step and new request."""
+    patch.setattr(matcher_module, "MAX_IDLE_BYTES", idle)
+    patch.setattr(matcher_module, "MAX_GRAMMARS_BYTES", used)
+    patch.setattr(matcher_module, "MEASURED_SHARE", math.inf)
+
+
 class Server:
     """Follows requests as the scheduler does, and chooses tokens by chance."""
 
-    def __init__(self, drawer: Drawer, monkeypatch: pytest.MonkeyPatch, *, idle: int, used: int) -> None:
-        monkeypatch.setattr(matcher_module, "MAX_IDLE_BYTES", idle)
-        monkeypatch.setattr(matcher_module, "MAX_GRAMMARS_BYTES", used)
+    def __init__(self, patch: pytest.MonkeyPatch, *, idle: int, used: int) -> None:
+        drawer = Drawer(trained_tokenizer())
+        limit_memory(patch, idle=idle, used=used)
         self.vocab_size, self.eos = drawer.vocab_size, drawer.eos
         self.matchers = GrammarMatchers(
             lambda: drawer.tokenizer, vocab_size=self.vocab_size, eos_token_ids=[self.eos], threads=1
@@ -68,8 +82,8 @@ class Server:
         return self.matchers.advance(users, np.array(tokens, dtype=np.int32))
 
 
-def test_idle_automata_are_dropped_by_their_bytes(drawer: Drawer, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Server(drawer, monkeypatch, idle=24 * MIB, used=1000 * MIB)
+def idle_automata_are_dropped_by_their_bytes(patch: pytest.MonkeyPatch) -> None:
+    server = Server(patch, idle=24 * MIB, used=1000 * MIB)
     grammars = [honest(index) for index in range(8)]
     peak = 0
     for index in range(10):
@@ -86,8 +100,8 @@ def test_idle_automata_are_dropped_by_their_bytes(drawer: Drawer, monkeypatch: p
     assert server.cached >= set(grammars), "those that are used stay"
 
 
-def test_honest_grammars_stay_as_many_as_are_counted(drawer: Drawer, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Server(drawer, monkeypatch, idle=matcher_module.MAX_IDLE_BYTES, used=matcher_module.MAX_GRAMMARS_BYTES)
+def honest_grammars_stay_as_many_as_are_counted(patch: pytest.MonkeyPatch) -> None:
+    server = Server(patch, idle=matcher_module.MAX_IDLE_BYTES, used=matcher_module.MAX_GRAMMARS_BYTES)
     for index in range(matcher_module.MAX_AUTOMATA):
         user = server.start(honest(index))
         for _ in range(20):
@@ -97,9 +111,9 @@ def test_honest_grammars_stay_as_many_as_are_counted(drawer: Drawer, monkeypatch
     assert server.bytes < matcher_module.MAX_IDLE_BYTES // 4
 
 
-def test_running_requests_of_large_automata_end(drawer: Drawer, monkeypatch: pytest.MonkeyPatch) -> None:
+def running_requests_of_large_automata_end(patch: pytest.MonkeyPatch) -> None:
     """Honest ones in the same steps go on, and every automaton that is left follows its tokens."""
-    server = Server(drawer, monkeypatch, idle=8 * MIB, used=24 * MIB)
+    server = Server(patch, idle=8 * MIB, used=24 * MIB)
     grammars = [hostile(index) if index % 2 else honest(index) for index in range(8)]
     users = [server.start(grammar) for grammar in grammars]
     ended, peak = 0, 0
@@ -113,14 +127,13 @@ def test_running_requests_of_large_automata_end(drawer: Drawer, monkeypatch: pyt
     assert ended >= 4, "the limit was reached"
     assert peak <= 24 * MIB + STEP
     del users[:]
-    for _ in range(MEASURED_EVENTS):
-        server.start(honest(0))
+    server.start(honest(0))
     assert server.bytes <= 8 * MIB, "no longer in use, they are dropped"
 
 
-def test_automata_in_use_are_replaced_unless_they_are_large(drawer: Drawer, monkeypatch: pytest.MonkeyPatch) -> None:
+def automata_in_use_are_replaced_unless_they_are_large(patch: pytest.MonkeyPatch) -> None:
     """A process that grows otherwise ends no request, and goes on with the same answers."""
-    server = Server(drawer, monkeypatch, idle=16 * MIB, used=32 * MIB)
+    server = Server(patch, idle=16 * MIB, used=32 * MIB)
     users = [server.start(honest(index)) for index in range(4)]
     others = [server.start(honest(index)) for index in range(4)]
     mask = filled(server.matchers, users, server.vocab_size)
@@ -140,16 +153,60 @@ def test_automata_in_use_are_replaced_unless_they_are_large(drawer: Drawer, monk
     assert ballast
 
 
-def test_an_engine_ends_requests_of_large_automata(monkeypatch: pytest.MonkeyPatch) -> None:
+def an_engine_ends_requests_of_large_automata(patch: pytest.MonkeyPatch) -> None:
     with LLM("demo", max_seq_len_override=512) as llm:
         sampling = [
             SamplingParams(grammar=honest(0), max_tokens=60, temperature=0),
             *[SamplingParams(grammar=rapid(index), max_tokens=400, seed=index, ignore_eos=True) for index in range(3)],
         ]
-        monkeypatch.setattr(matcher_module, "MEASURED_EVENTS", 1)
-        monkeypatch.setattr(matcher_module, "MAX_IDLE_BYTES", 0)
-        monkeypatch.setattr(matcher_module, "MAX_GRAMMARS_BYTES", 24 * MIB)
+        limit_memory(patch, idle=0, used=24 * MIB)
         (alone,) = llm.generate("hello", sampling[0])  # loads the vocabulary, too
         first, *others = llm.generate(["hello"] * len(sampling), sampling)
     assert first["text"] == alone["text"]
     assert "error" in {answer["finish_reason"] for answer in others}
+
+
+def measuring_takes_a_share_of_the_time(patch: pytest.MonkeyPatch) -> None:
+    server = Server(patch, idle=24 * MIB, used=48 * MIB)
+    users = [server.start(honest(index)) for index in range(2)]
+    server.step(users)
+    measured: list[int] = []
+
+    def measure() -> int:
+        measured.append(1)
+        return allocated_bytes()
+
+    patch.setattr(matcher_module, "allocated_bytes", measure)
+    for _ in range(20):
+        server.step(users)
+    assert len(measured) == 20
+    patch.setattr(matcher_module, "MEASURED_SHARE", 1e-12)
+    for _ in range(20):
+        server.step(users)
+    assert len(measured) == 21, "a measurement of some us is the last for more than a month"
+
+
+SCENARIOS: list[Callable[[pytest.MonkeyPatch], None]] = [
+    idle_automata_are_dropped_by_their_bytes,
+    honest_grammars_stay_as_many_as_are_counted,
+    running_requests_of_large_automata_end,
+    automata_in_use_are_replaced_unless_they_are_large,
+    an_engine_ends_requests_of_large_automata,
+    measuring_takes_a_share_of_the_time,
+]
+
+
+def run(scenario: Callable[[pytest.MonkeyPatch], None]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        scenario(patch)
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[ProcessPoolExecutor]:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        yield process
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_memory_of_automata(process: ProcessPoolExecutor, scenario: Callable[[pytest.MonkeyPatch], None]) -> None:
+    process.submit(run, scenario).result()

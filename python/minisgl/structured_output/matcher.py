@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -44,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 MAX_AUTOMATA = 256  # automata kept for later requests
 MAX_IDLE_BYTES = 2**30  # of all automata together, above which none is kept for later requests
-MEASURED_EVENTS = 8  # steps and new requests between two measurements of memory, each of which may take 3 ms
+MEASURED_SHARE = 0.01  # of the scheduler's time: the most that measuring the automata's memory takes
 MAX_THREADS = 16  # threads that fill bitmasks
 MAX_COMPILERS = 8  # threads
 REPLAYED_TOKENS = 256  # tokens that a moved matcher consumes at a time
@@ -195,7 +196,7 @@ class GrammarMatchers:
         self._alive: WeakSet[Automaton] = WeakSet()  # these, and others that requests still use
         self._other_bytes = 0  # bytes of malloc when there was no automaton, or fewer
         self._limit = MAX_GRAMMARS_BYTES  # bytes of all automata above which those in use are freed next
-        self._events = 0  # steps and new requests so far
+        self._next_measurement = 0.0  # time on `time.perf_counter` before which memory is not measured again
         self._threads = threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
         self._fillers: LLExecutor | None = None
 
@@ -273,10 +274,11 @@ class GrammarMatchers:
 
     def _bound_memory(self) -> None:
         """Free automata if all together take too much memory: first those that no request uses."""
-        self._events += 1
-        if self._events % MEASURED_EVENTS:
+        if time.perf_counter() < self._next_measurement:
             return
+        begin = time.thread_time()  # in which other processes do not count
         before = after = self._bytes()
+        self._next_measurement = time.perf_counter() + (time.thread_time() - begin) / MEASURED_SHARE
         if before > MAX_IDLE_BYTES:
             self._drop_idle()
             after = self._bytes()
