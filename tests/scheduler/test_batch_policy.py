@@ -18,6 +18,7 @@ from minisgl.scheduler.loop import StepLoop
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.steps.batch_policy import (
     LANE,
+    MOST_PREFILLS,
     SLACK,
     TOKENS,
     BatchPolicy,
@@ -77,6 +78,18 @@ def test_prefill_first() -> None:
     assert lengths(policy, [2, 2, 1], 3) == [2, 1, 0]  # two tokens are a prompt's
     assert lengths(policy, [3, 3, 3], 4) == [3, 1, 0]
     assert lengths(policy, [500, 3], 8) == [8, 0]
+
+
+def test_prefill_first_lets_decodes_wait_for_so_many_steps() -> None:
+    policy = PrefillFirst()
+    for _ in range(3):
+        assert [lengths(policy, [1, 9], 4) for _ in range(MOST_PREFILLS)] == [[0, 4]] * MOST_PREFILLS
+        assert lengths(policy, [1, 9], 4) == [1, 0]
+    for _ in range(MOST_PREFILLS):
+        assert lengths(policy, [1, 9], 4) == [0, 4]
+    assert lengths(policy, [9], 4) == [4]  # the decode has been aborted: nobody waits any more
+    assert lengths(policy, [1, 9], 4) == [0, 4]
+    assert [lengths(policy, [9], 4) for _ in range(2 * MOST_PREFILLS)] == [[4]] * 2 * MOST_PREFILLS
 
 
 def test_mixed_without_a_cost_model() -> None:

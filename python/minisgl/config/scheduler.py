@@ -42,7 +42,7 @@ class SchedulerConfig(Settings, frozen=True, kw_only=True):
         BatchPolicyName,
         Setting(
             "mixed: every decode in every step, and prompts in what --target-tbt leaves, or both in turns where that "
-            "is shorter; prefill-first: prompts before decodes",
+            "is shorter; prefill-first: prompts before decodes, for up to 16 steps in a row",
             switches={"--enable-mixed-chunk": "mixed"},
         ),
     ] = "mixed"

@@ -19,6 +19,7 @@ from minisgl.step_cost import LearnedCost, StepCost
 TOKENS = StepCost(prefill_token=1.0)  # counts a budget in tokens instead of seconds
 LANE = 0.5  # share of a long prompt's chunk that shorter prompts may have
 SLACK = 1 / 8  # of the target: the most by which a step may exceed it, after a step that stayed below it by as much
+MOST_PREFILLS = 16  # steps of chunks in a row for which `PrefillFirst` lets decodes wait
 MOST_LAUNCHING = 2  # times the target that a step may take because its launches take the host that long
 # Tokens that a GPU's matrix products compute in one tile. Steps below twice the first size are cut to the second.
 TILES = 256, 128
@@ -142,16 +143,32 @@ class BatchPolicy(Protocol):
 
 
 class PrefillFirst:
-    """A step holds chunks of prompts if there are any, in order of admission, else a token of each decode."""
+    """A step holds chunks of prompts if there are any, in order of admission, else a token of each decode.
+
+    When decodes have waited for MOST_PREFILLS steps in a row, a step holds decodes alone. Otherwise a flow of prompts
+    whose answers end with their first token, and which therefore never fill the slots, would hold them up for ever.
+    """
+
+    def __init__(self) -> None:
+        self._waited = 0  # steps of chunks in a row for which some request has waited to decode
 
     def chunks(self, start_pos: Int32Array, remaining: Int32Array, max_tokens: int) -> Chunks:
-        return _with_prompts(Chunks(TOKENS, max_tokens, lane=0.0), start_pos, remaining)
+        if not (remaining == 1).any():
+            self._waited = 0
+        return _with_prompts(Chunks(TOKENS, 0 if self._decodes_are_due else max_tokens, 0.0), start_pos, remaining)
+
+    @property
+    def _decodes_are_due(self) -> bool:
+        return self._waited == MOST_PREFILLS
 
     def query_lens(self, remaining: Int32Array, chunks: Chunks) -> Int32Array:
         is_prompt = remaining > 1
-        if not is_prompt.any():
-            return remaining
-        query_lens = np.zeros_like(remaining)
+        query_lens: Int32Array = (remaining == 1).astype(np.int32)
+        if self._decodes_are_due or not is_prompt.any():
+            self._waited = 0
+            return query_lens
+        self._waited += int(query_lens.any())
+        query_lens[~is_prompt] = 0
         query_lens[is_prompt] = chunks.lengths()
         return query_lens
 

@@ -61,7 +61,9 @@ CacheSalt = Annotated[str | None, _CACHE_SALT]
 ExtraKey = Annotated[str | None, replace(_CACHE_SALT, help="SGLang's name of cache_salt.")]
 RequestId = Annotated[str | None, _REQUEST_ID]
 Rid = Annotated[str | None, replace(_REQUEST_ID, help="SGLang's name of request_id.")]
-Priority = Annotated[int, RequestField("Waiting requests with a larger value go first.", 0, ge=-1000, le=1000)]
+Priority = Annotated[
+    int, RequestField("Waiting requests with a larger value go first, however long others wait.", 0, ge=-1000, le=1000)
+]
 Stream = Annotated[bool, RequestField("Answer as server-sent events, ended by [DONE].", False)]
 
 
