@@ -10,6 +10,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -217,12 +218,12 @@ def held(count: int) -> None:
 
 
 def test_the_oldest_make_room(file: Path) -> None:
-    size = len(entry(0, "x" * 1000).input) + len(entry(0, "x" * 1000).response)
+    size = len(entry(0, "x" * 3000).input) + len(entry(0, "x" * 3000).response)
     store = ResponseStore(str(file), 10 * size, max_read_bytes=10 * size)
 
     async def fill() -> None:
         for number in range(100):
-            await store.put(entry(number, "x" * 1000))
+            await store.put(entry(number, "x" * 3000))
         for number in range(90, 100):
             await store.get(entry(number).id, "me", held)
         with pytest.raises(MissingResponse):
@@ -236,7 +237,52 @@ def test_the_oldest_make_room(file: Path) -> None:
     store.close()
     assert file.stat().st_size < 30 * size
     store = ResponseStore(str(file), 10 * size, max_read_bytes=10 * size)  # after a restart
-    assert asyncio.run(store.get(entry(99).id, "me", held)) == entry(99, "x" * 1000)
+    assert asyncio.run(store.get(entry(99).id, "me", held)) == entry(99, "x" * 3000)
+    store.close()
+
+
+def test_an_owner_pushes_out_no_responses_of_one_who_stores_less(file: Path) -> None:
+    size = len(entry(0).input) + len(entry(0).response)
+    store = ResponseStore(str(file), 100 * size, max_read_bytes=size)
+    numbers = iter(range(10**6, 10**7))
+
+    def put(owner: str, count: int, text: str = "") -> None:
+        for _ in range(count):
+            asyncio.run(store.put(replace(entry(next(numbers), text), owner=owner)))
+
+    def stored() -> list[tuple[str, int, int]]:
+        with sqlite3.connect(file) as database:
+            query = "SELECT owner, count(*), max(number) - min(number) + 1 FROM responses GROUP BY owner ORDER BY owner"
+            return database.execute(query).fetchall()
+
+    put("a", 20)
+    put("b", 300)
+    assert stored() == [("a", 20, 20), ("b", 80, 80)], "the newest of b"
+    put("a", 60)
+    assert [count for _, count, _ in stored()] == [50, 50], "both store as much"
+    put("c", 10)
+    assert [(owner, count) for owner, count, _ in stored()] == [("a", 45), ("b", 45), ("c", 10)]
+    put("d", 1, "x" * 40 * size)  # one response that is larger than all of another owner
+    assert stored()[-1] == ("d", 1, 1)
+    with sqlite3.connect(file) as database:
+        assert database.execute("SELECT sum(bytes) FROM responses").fetchone()[0] <= 100 * size
+    store.close()
+
+
+def test_a_smaller_limit_takes_from_each_owner_its_share(file: Path) -> None:
+    size = len(entry(0).input) + len(entry(0).response)
+    store = ResponseStore(str(file), 2**30, max_read_bytes=size)
+    with sqlite3.connect(file) as database:
+        database.executemany(INSERT, rows(range(10**6, 10**6 + 6000)))
+        database.execute("UPDATE responses SET owner = CAST(number % 3 AS TEXT)")
+        for made in ("TABLE owners", "TRIGGER owner_stored", "TRIGGER owner_deleted"):
+            database.execute(f"DROP {made}")
+    store.close()
+    store = ResponseStore(str(file), 301 * size, max_read_bytes=size)
+    asyncio.run(store.put(entry(10**6 + 7000)))
+    with sqlite3.connect(file) as database:
+        counts = database.execute("SELECT owner, count(*) FROM responses GROUP BY owner ORDER BY owner").fetchall()
+    assert counts == [("0", 100), ("1", 100), ("2", 100), ("me", 1)]
     store.close()
 
 
@@ -269,7 +315,7 @@ def test_responses_of_other_servers_count(file: Path) -> None:
     size = len(entry(0).input) + len(entry(0).response)
     ResponseStore(str(file), 100 * size, max_read_bytes=size).close()
     with sqlite3.connect(file) as database:
-        for made in ("TABLE total", "TRIGGER stored", "TRIGGER deleted"):
+        for made in ("TABLE owners", "TRIGGER owner_stored", "TRIGGER owner_deleted"):
             database.execute(f"DROP {made}")
         database.executemany(INSERT, rows(range(10, 60)))
     store = ResponseStore(str(file), 100 * size, max_read_bytes=size)

@@ -63,7 +63,12 @@ class HttpConfig(Settings, frozen=True, kw_only=True):
         Setting("SQLite file that stores the responses of /v1/responses; none: they are not stored", metavar="FILE"),
     ] = None
     response_store_bytes: Annotated[
-        int, Setting("size of all stored responses, beyond which the oldest are deleted", metavar="BYTES", ge=1)
+        int,
+        Setting(
+            "size of all stored responses, beyond which the oldest of the key that stores most are deleted",
+            metavar="BYTES",
+            ge=1,
+        ),
     ] = 1024**3
     max_queued_requests: Annotated[
         int, Setting("most sequences (one for each choice) that run or wait; further requests get 503", ge=1)

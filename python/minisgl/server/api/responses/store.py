@@ -1,8 +1,9 @@
 """Stores responses in a SQLite file, each for the owner of the key that requested it.
 
 All access to the file is in one thread, so that a slow disk delays only the requests that wait for it. The file's
-responses are bounded in bytes: the oldest make room. A response names the previous one of its conversation; the items
-of a conversation are collected along that chain.
+responses are bounded in bytes: the oldest of the owner who stores most make room, so that no owner pushes out those of
+another who stores less. A response names the previous one of its conversation; the items of a conversation are
+collected along that chain.
 
 A disk may fill up and a file may be deleted while the server runs. The open file is used as long as it is the one at
 the path; otherwise the next access creates it anew. A failure is logged once, until responses can be stored again.
@@ -41,7 +42,7 @@ ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_(i?)[0-9]{1,6}")
 VERSION = 1  # version of the tables, in the file's user_version
 READ_FACTOR = 8  # bytes that may be read for each byte of a conversation: its responses repeat their tools
 BUSY_SECONDS = 10.0  # to wait while another process writes the same file
-# The total is kept by triggers: adding up a million responses takes 40 ms, for each one that is stored.
+# Each owner's total is kept by triggers: adding up a million responses takes 40 ms, for each one that is stored.
 _SCHEMA = """
 BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS responses (
@@ -53,13 +54,21 @@ CREATE TABLE IF NOT EXISTS responses (
     input BLOB NOT NULL,
     response BLOB NOT NULL
 );
-CREATE TABLE IF NOT EXISTS total (bytes INTEGER NOT NULL);
-INSERT INTO total SELECT (SELECT coalesce(sum(bytes), 0) FROM responses) WHERE NOT EXISTS (SELECT 1 FROM total);
-CREATE TRIGGER IF NOT EXISTS stored AFTER INSERT ON responses
-    BEGIN UPDATE total SET bytes = bytes + NEW.bytes; END;
-CREATE TRIGGER IF NOT EXISTS deleted AFTER DELETE ON responses
-    BEGIN UPDATE total SET bytes = bytes - OLD.bytes; END;
+CREATE INDEX IF NOT EXISTS responses_of_owner ON responses (owner);
+CREATE TABLE IF NOT EXISTS owners (owner TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID;
+INSERT INTO owners SELECT owner, sum(bytes) FROM responses WHERE NOT EXISTS (SELECT 1 FROM owners) GROUP BY owner;
+CREATE TRIGGER IF NOT EXISTS owner_stored AFTER INSERT ON responses BEGIN
+    INSERT INTO owners VALUES (NEW.owner, NEW.bytes) ON CONFLICT (owner) DO UPDATE SET bytes = bytes + NEW.bytes;
+END;
+CREATE TRIGGER IF NOT EXISTS owner_deleted AFTER DELETE ON responses BEGIN
+    UPDATE owners SET bytes = bytes - OLD.bytes WHERE owner = OLD.owner;
+END;
 COMMIT;
+"""
+# Owner with the most bytes, if it has more than the new response, and the number of owners. It frees its share of what
+# is too much, and so never has less than others afterwards; few queries are needed if the limit has become smaller.
+_LARGEST_OWNER = """
+SELECT owner, count(*) OVER () FROM owners WHERE bytes > (owner = ?) * ? ORDER BY bytes DESC LIMIT 1
 """
 
 
@@ -119,7 +128,7 @@ class ResponseStore:
         self._is_failing = False  # the last access failed, or the last write if there were only reads since
 
     async def put(self, entry: Entry) -> bool:
-        """Store a response, and delete the oldest if there is no room; return False if it is larger than `max_bytes`.
+        """Store a response, and delete old ones if there is no room; return False if it is larger than `max_bytes`.
 
         It is stored entirely or, after StoreFailed, not at all.
         """
@@ -204,25 +213,32 @@ class ResponseStore:
         size = len(entry.input) + len(entry.response)
         row = (entry.id, entry.owner, entry.previous, size, entry.input, entry.response)
         with self._database as database:
-            database.execute(
+            number = database.execute(
                 "INSERT INTO responses (id, owner, previous, bytes, input, response) VALUES (?, ?, ?, ?, ?, ?)", row
-            )
-            surplus = database.execute("SELECT bytes FROM total").fetchone()[0] - self._max_bytes
-            if surplus > 0:
-                self._delete_oldest(surplus)
+            ).lastrowid
+            surplus = database.execute("SELECT sum(bytes) FROM owners").fetchone()[0] - self._max_bytes
+            while surplus > 0:
+                owner, num_owners = database.execute(_LARGEST_OWNER, (entry.owner, size)).fetchone()
+                surplus -= self._delete_oldest(owner, -(-surplus // num_owners), number)
         if self._is_failing:
             self._is_failing = False
             logger.warning("--response-store %s can be used again", self._path)
 
-    def _delete_oldest(self, surplus: int) -> None:
-        """Delete as many of the oldest responses as have `surplus` bytes together."""
+    def _delete_oldest(self, owner: str, wanted: int, before: int | None) -> int:
+        """Delete an owner's oldest responses until they have `wanted` bytes; return how many they had.
+
+        Only responses with numbers below `before` are deleted.
+        """
+        query = "SELECT number, bytes FROM responses WHERE owner = ? AND number < ? ORDER BY number"
+        freed = 0
         # SQLite does not copy its log into the file at a commit during which a query is open, so the log would grow.
-        with closing(self._database.execute("SELECT number, bytes FROM responses ORDER BY number")) as oldest:
+        with closing(self._database.execute(query, (owner, before))) as oldest:
             for number, size in oldest:
-                last, surplus = number, surplus - size
-                if surplus <= 0:
+                last, freed = number, freed + size
+                if freed >= wanted:
                     break
-        self._database.execute("DELETE FROM responses WHERE number <= ?", (last,))
+        self._database.execute("DELETE FROM responses WHERE owner = ? AND number <= ?", (owner, last))
+        return freed
 
     def _get(self, id: str, owner: str) -> Entry:
         row = self._database.execute(
