@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import resource
 import time
@@ -174,6 +175,27 @@ def test_endless_templates_end(source: str, monkeypatch: pytest.MonkeyPatch) -> 
         tokenizer_with(source).templates.render([USER])
 
 
+def test_time_in_which_others_run_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a template would be refused although it does little."""
+    clock = itertools.count(step=10.0)  # each look at the clock is 10 s later
+    monkeypatch.setattr(template_sandbox.time, "monotonic", lambda: next(clock))
+    templates = tokenizer_with("{% for m in messages %}{{ m.role }}{% endfor %}").templates
+    assert templates.render([USER] * 20) == "user" * 20
+    monkeypatch.setattr(template_sandbox, "MAX_SECONDS", 0.0)
+    with pytest.raises(InvalidRequest, match="seconds"):
+        templates.render([USER] * 20)
+
+
+def test_messages_that_are_nested_too_deeply_leave_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    source = "{% macro f(x) %}{% for y in x %}[{{ f(y) }}]{% endfor %}{% endmacro %}{{ f(messages[0].content) }}"
+    deep: list[Any] = []
+    for _ in range(10_000):
+        deep = [deep]
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        tokenizer_with(source).templates.render([{"role": "user", "content": deep}])
+    assert not caplog.records
+
+
 def test_huge_output_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_sandbox, "MAX_CHARS", 1000)
     with pytest.raises(InvalidRequest, match="longer than 1000"):
@@ -272,7 +294,7 @@ def test_arguments_of_too_many_values_are_refused_before_they_are_parsed() -> No
     assert rendered(many) == "100000"
     tracemalloc.start()
     for arguments in ([many, many, many], [json.dumps({"a": [[]] * 1_000_000})]):
-        with pytest.raises(InvalidRequest, match="arguments of all tool calls have more than 524288 values") as caught:
+        with pytest.raises(InvalidRequest, match="arguments of all tool calls have more than 262144 values") as caught:
             rendered(*arguments)
         assert caught.value.field == "messages"
     assert tracemalloc.get_traced_memory()[1] < 40_000_000
@@ -350,8 +372,9 @@ GATHERED = """{% set ns = namespace(system='') %}
 
 
 @pytest.mark.parametrize("operator", ["+", "~"])
-def test_a_text_is_not_copied_for_each_of_thousands_of_messages(operator: str) -> None:
+def test_a_text_is_not_copied_for_each_of_thousands_of_messages(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It took 4 s, in which no other prompt was encoded. The refusal tells of its characters, and not of its time."""
+    monkeypatch.setattr(template_sandbox, "MAX_SECONDS", 3600)
     templates = ChatTemplates({"default": GATHERED.replace("PLUS", operator)}, {})
     system = [{"role": "system", "content": "x" * 980}]
     assert len(templates.render([*system * 1000, {"role": "user", "content": "hi"}])) == 982 * 1000 + 5
@@ -362,7 +385,7 @@ def test_a_text_is_not_copied_for_each_of_thousands_of_messages(operator: str) -
 def test_loops_that_call_nothing_end_in_time() -> None:
     source = "{% set r = range(99999) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}"
     begin = time.process_time()
-    with pytest.raises(InvalidRequest, match="runs for longer than 5 seconds"):
+    with pytest.raises(InvalidRequest, match="runs for longer than 2 seconds"):
         ChatTemplates({"default": source}, {}).render([{"role": "user", "content": "hi"}], None, {}, True)
     assert time.process_time() - begin < 10
 

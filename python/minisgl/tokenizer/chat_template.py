@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, by precedence
 _USED = ("default", "tool_use")  # names of the templates that are used
 _LOG_SECONDS = 1.0  # between two tracebacks: a client can make a template fail in each of its requests
-_MAX_ARGUMENT_VALUES = 2**19  # of all calls of a conversation: more than a context of a million tokens has
+_MAX_ARGUMENT_VALUES = 2**18  # of all calls of a conversation; a body may have as many
 _STRING = re.compile(r'"(?:[^"\\]|\\.?)*+"?', re.DOTALL)
 _END_TAG = "END-OF-FINAL-MESSAGE-f1b2c7 "  # put after the message to continue, to find its end in the text
 
@@ -90,6 +90,8 @@ class ChatTemplates:
             message = f"the model's chat template refuses these messages: {error}"
         except jinja2.TemplateError as error:
             message = f"the model's chat template cannot render these messages: {error}"
+        except RecursionError:  # by a client's nesting: its traceback has thousands of lines
+            message = "the model's chat template cannot render these messages: they are nested too deeply"
         except Exception:  # from Python code: its text would mean nothing to a client
             self._log_failure(name)
             message = "the model's chat template fails on these messages"
