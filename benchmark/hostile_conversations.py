@@ -111,6 +111,8 @@ def attacks() -> Iterator[tuple[str, Send]]:
     )
     yield "8,192 prompts with one slow grammar", post(COMPLETIONS, prompt=["a"] * 8192, guided_regex=SLOW_REGEX)
     yield "200 references to an item of 7.8 MB", references
+    ids = [[7] * 3000] * 64
+    yield "log-probabilities of 64 prompts", post(COMPLETIONS, prompt=ids, prompt_logprobs=20, max_tokens=1)
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ import zmq
 
 from minisgl.limits import Limits
 from minisgl.message.engine_state import EngineState, StateReport, StateRequest, StepRecord
+from minisgl.message.logprobs import PackedLogprobs, PackedPositions, pack_positions
 from minisgl.message.socket import Addresses, Inbox, Outbox
 from minisgl.message.to_api import (
     Accepted,
@@ -57,6 +58,7 @@ from minisgl.message.types import (
     Abort,
     FlushCache,
     Flushed,
+    LogprobRows,
     PositionLogprobs,
     ProcessCounts,
     StatsReport,
@@ -88,10 +90,10 @@ def answer(text: str, choice: int, num_tokens: int) -> str:
     return "".join(f"{text[:12]}·{choice}·{i} " for i in range(num_tokens))
 
 
-def fake_logprobs(word: str, token: int, choice: int, top: int | None) -> list[PositionLogprobs]:
+def fake_logprobs(word: str, token: int, choice: int, top: int | None) -> PackedPositions:
     """Return log-probabilities of a token: the second of five; a choice is the likelier the higher its number."""
     if top is None:
-        return []
+        return b""
     alternatives = [
         TokenLogprob(100, b"\xe4\xb8", -0.25),
         TokenLogprob(token, word.encode(), -1.0 / (choice + 1)),
@@ -99,15 +101,27 @@ def fake_logprobs(word: str, token: int, choice: int, top: int | None) -> list[P
         TokenLogprob(102, b" y", -3.0),
         TokenLogprob(103, b" z", float("-inf")),
     ]
-    return [PositionLogprobs(alternatives[1], 2, alternatives[:top])]
+    return pack_positions([PositionLogprobs(alternatives[1], 2, alternatives[:top])])
 
 
-def fake_prompt_logprobs(text: str, top: int | None) -> list[PositionLogprobs]:
+def fake_prompt_logprobs(text: str, top: int | None) -> PackedLogprobs | None:
     """Return those of all words but the first: the most likely ones."""
     if top is None:
-        return []
-    tokens = [TokenLogprob(i, f" {word}".encode(), -0.5) for i, word in enumerate(text.split())][1:]
-    return [PositionLogprobs(token, 1, [token, TokenLogprob(900, b"?", -4.0)][:top]) for token in tokens]
+        return None
+    words = {i: f" {word}".encode() for i, word in enumerate(text.split())}
+    other = max(900, len(words))
+    count, top = len(words) - 1, min(top, 2)
+    rows = LogprobRows(
+        [0],
+        [count],
+        [top],
+        pack_ids(list(range(1, count + 1))),
+        np.full(count, -0.5, "<f4").tobytes(),
+        pack_ids([1] * count),
+        pack_ids([token for i in range(1, count + 1) for token in (i, other)[:top]]),
+        np.array([(-0.5, -4.0)[:top]] * count, "<f4").tobytes(),
+    )
+    return PackedLogprobs(rows, {**words, other: b"?"}, frozenset())
 
 
 def prompt_end(message: Generate) -> str:
@@ -248,14 +262,14 @@ class FakeEngine(threading.Thread):
                 held = word
             else:
                 yield OutputDelta(seq_id, pack_ids([i]), held + word, logprobs=logprobs, prompt_logprobs=prompt)
-                held, prompt = "", []
+                held, prompt = "", None
 
     def _say(self, seq_id: int, texts: list[str], sampling: SamplingParams) -> Iterator[OutputDelta]:
         shown = texts[: sampling.max_tokens]
         end = "stop" if shown == texts else "length"
         for i, text in enumerate(shown):
             logprobs = fake_logprobs(text, i, 0, sampling.logprobs)
-            prompt = fake_prompt_logprobs("say so", sampling.prompt_logprobs) if i == 0 else []
+            prompt = fake_prompt_logprobs("say so", sampling.prompt_logprobs) if i == 0 else None
             yield OutputDelta(seq_id, pack_ids([i]), text, logprobs=logprobs, prompt_logprobs=prompt)
         yield OutputDelta(seq_id, b"", "", end, 1)  # type: ignore[arg-type]
 

@@ -11,6 +11,7 @@ from api_harness import MODEL, RunningServer
 from api_sse import parse_events
 from fake_engine import answer
 
+from minisgl.message.logprobs import pack_positions
 from minisgl.message.to_api import OutputDelta
 from minisgl.message.to_tokenizer import ChatPrompt, Generate
 from minisgl.message.types import PositionLogprobs, TextOptions, TokenLogprob, pack_ids
@@ -68,8 +69,20 @@ def test_a_streams_last_chunk_tells_of_the_token_that_ended_it() -> None:
     writer = ChatWriter(options)
     writer.begin(SimpleNamespace(prompt_ends={0: ""}, prompt_ids={0: pack_ids([1])}, seq_ids=[0]))  # type: ignore[arg-type]
     text, end = Delta(0), Delta(0)
-    text.add(OutputDelta(0, pack_ids([5]), "a", logprobs=[PositionLogprobs(TokenLogprob(5, b"a", -0.5), 1, [])]))
-    end.add(OutputDelta(0, pack_ids([7]), "", "stop", logprobs=[PositionLogprobs(TokenLogprob(7, b"", -0.25), 1, [])]))
+    text.add(
+        OutputDelta(
+            0, pack_ids([5]), "a", logprobs=pack_positions([PositionLogprobs(TokenLogprob(5, b"a", -0.5), 1, [])])
+        )
+    )
+    end.add(
+        OutputDelta(
+            0,
+            pack_ids([7]),
+            "",
+            "stop",
+            logprobs=pack_positions([PositionLogprobs(TokenLogprob(7, b"", -0.25), 1, [])]),
+        )
+    )
     data = writer.events(text) + writer.events(end) + b"data: [DONE]\n\n"
     _role, first, last = [event["choices"][0] for event in parse_events(data.decode())]
     assert (first["delta"]["content"], first["token_ids"]) == ("a", [5])

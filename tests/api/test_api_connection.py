@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from itertools import accumulate, pairwise
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from minisgl.server.api.http.connection import MAX_HEAD_BYTES, Connection
+from minisgl.server.api.http.connection import MAX_HEAD_BYTES, MAX_WRITE_BYTES, Connection, stream_body_of
 
 UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUPgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
 CHUNKS = b"8;a=b\r\n\r\nupgrad\r\n7\r\ne:\r\n\r\nz\r\n0\r\nx-last: 1\r\n\r\n"
@@ -192,3 +193,44 @@ def test_a_refusal_is_not_taken_for_another_answer() -> None:
         wire = asyncio.run(send_all([b"GET /1 HTTP/1.1\r\nhost: a\r\n\r\n", begin]))[1]
         assert wire.is_closing()
         assert [answer[:3] for answer in wire.written.split(b"HTTP/1.1 ")[1:]] == [b"200", status]
+
+
+def test_a_large_part_of_a_body_is_written_in_slices_between_which_others_get_their_turn() -> None:
+    """Nothing is written while the client does not read."""
+    data = random.Random(0).randbytes(3 * MAX_WRITE_BYTES + 5)
+    turns: list[int] = [0]  # bytes that were written at each turn of another task
+    paused_at = 0
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        body = stream_body_of(scope)
+        body.begin()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await body.write_large(data, b"end")
+        await send({"type": "http.response.body", "body": b""})
+
+    async def main() -> bytes:
+        nonlocal paused_at
+        wire = Wire()
+        connection = Connection(uvicorn.Config(app, ws="none", log_config=None), ServerState(), {}, header_timeout=60)
+        connection.connection_made(wire)
+        connection.data_received(b"GET / HTTP/1.0\r\nhost: a\r\n\r\n")
+        while not wire.is_closing():
+            await asyncio.sleep(0)
+            turns.append(len(wire.written))
+            if not paused_at and len(wire.written) > MAX_WRITE_BYTES:
+                connection.pause_writing()
+                await asyncio.sleep(0)
+                turns.append(len(wire.written))
+                paused_at = len(wire.written)
+                for _ in range(20):
+                    await asyncio.sleep(0)
+                assert len(wire.written) == paused_at
+                connection.resume_writing()
+        connection.connection_lost(None)
+        return wire.written
+
+    written = asyncio.run(main())
+    assert written.endswith(b"\r\n\r\n" + data + b"end")
+    assert max(after - before for before, after in pairwise(turns)) < 2 * MAX_WRITE_BYTES
+    assert paused_at < len(data)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from api_harness import RawClient, RunningServer
-from fake_engine import LIMITS
+from fake_engine import LIMITS, wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic_core import from_json
@@ -180,6 +180,41 @@ def test_a_whole_answer_with_many_log_probabilities_does_not_stop_the_streams(
     response = server.post(path, json=body | {"n": 64, "max_tokens": 800})
     assert response.status_code == 200
     assert response.json()["usage"]["completion_tokens"] == 64 * 800
+    assert 0 < turns.of(server) < LONGEST_TURN
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20}),
+        (COMPLETIONS, {"prompt": "a", "logprobs": 20}),
+    ],
+)
+def test_log_probabilities_that_a_client_reads_late_do_not_stop_other_streams(
+    start_server: Callable[..., RunningServer], turns: Turns, path: str, body: dict[str, Any]
+) -> None:
+    """All that has come meanwhile is written at once."""
+    server = start_server()
+    client = RawClient(server.port, receive_buffer=4096)
+    client.post(path, body | {"n": 64, "max_tokens": 800, "stream": True})
+    client.read_until(b"data: ")
+    wait_until(lambda: server.counts()["open_sequences"] == 0)
+    data = client.read_all()
+    assert data.count(b'"finish_reason":"length"') == 64
+    assert data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    client.leave()
+    assert 0 < turns.of(server) < LONGEST_TURN
+
+
+def test_a_streamed_response_that_repeats_many_log_probabilities_does_not_stop_other_streams(
+    start_server: Callable[..., RunningServer], turns: Turns
+) -> None:
+    server = start_server(tick=0.0)
+    body = {"input": "a", "include": ["message.output_text.logprobs"], "top_logprobs": 20, "max_output_tokens": 4000}
+    with server.stream(RESPONSES, json=body | {"stream": True}) as response:
+        last = json.loads(response.read().rpartition(b"data: ")[2])
+    (part,) = last["response"]["output"][0]["content"]
+    assert "".join(token["token"] for token in part["logprobs"]) == part["text"]
     assert 0 < turns.of(server) < LONGEST_TURN
 
 

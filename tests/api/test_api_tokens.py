@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from api_harness import MODEL, RunningServer
 from api_sse import parse_events
 from fake_engine import answer
 
 from minisgl.message.types import PositionLogprobs, TokenLogprob
-from minisgl.server.api.answers.logprob_forms import LOWEST, TextLogprobsWriter, chat_logprobs, mean_logprob, token_text
+from minisgl.server.api.answers.large_json import VALUES_A_PIECE, JsonList, encode_large
+from minisgl.server.api.answers.logprob_forms import (
+    LOWEST,
+    ChatLogprobs,
+    TextLogprobs,
+    TextLogprobsWriter,
+    chat_logprobs,
+    mean_logprob,
+    prompt_logprobs,
+    token_text,
+)
 
 PATH = "/v1/completions"
 
@@ -190,19 +203,23 @@ def position(text: bytes, *top: tuple[bytes, float], logprob: float = -1.0, spec
     return PositionLogprobs(TokenLogprob(1, text, logprob), 1, tokens, special)
 
 
+def joined(parts: Iterable[TextLogprobs]) -> TextLogprobs:
+    return msgspec.json.decode(encode_large(TextLogprobs.join(parts)), type=TextLogprobs)
+
+
 def test_offsets_of_parts_of_characters() -> None:
     parts = [position(b"a"), position(b"\xf0\x9f"), position(b"\x99\x82"), position(b"z")]
-    assert TextLogprobsWriter(0).write(parts).text_offset == [0, 1, 2, 2]
+    assert joined(TextLogprobsWriter(0).write(parts)).text_offset == [0, 1, 2, 2]
 
 
 def test_offsets_of_bytes_that_are_no_character() -> None:
     """Such bytes are decoded as U+FFFD."""
     parts = [position(text) for text in (b"\x80", b"a", b"\xe4\xb8", b"b", b"\xff\xff", b"c")]
     text = b"".join(part.chosen.text for part in parts).decode(errors="replace")
-    offsets = TextLogprobsWriter(0).write(parts).text_offset
+    offsets = joined(TextLogprobsWriter(0).write(parts)).text_offset
     assert offsets == [0, 1, 2, 3, 4, 6]
     assert [text[offset] for offset in offsets] == ["\ufffd", "a", "\ufffd", "b", "\ufffd", "c"]
-    echo = TextLogprobsWriter(0).prompt(b"\x80", "\ufffdab", [position(b"a"), position(b"b")])
+    echo = joined(TextLogprobsWriter(0).prompt(b"\x80", "\ufffdab", [position(b"a"), position(b"b")]))
     assert echo.text_offset == [0, 1, 2]
 
 
@@ -210,33 +227,33 @@ def test_offsets_of_bytes_that_are_no_character() -> None:
 def test_special_tokens_take_the_place_that_they_have_in_the_text(skip: bool, offsets: list[int]) -> None:
     parts = [position(b"a"), position(b"<s>!", special=True), position(b"b"), position(b"c")]
     writer = TextLogprobsWriter(0, skip_special_tokens=skip)
-    assert writer.write(parts).text_offset == offsets
+    assert joined(writer.write(parts)).text_offset == offsets
     text = "abc" if skip else "a<s>!bc"
     writer = TextLogprobsWriter(0, skip_special_tokens=skip)
-    assert writer.prompt(b"a", text, parts[1:]).text_offset == offsets
-    assert writer.write([position(b"d")]).text_offset == [len(text)], "the answer's come behind the prompt's"
+    assert joined(writer.prompt(b"a", text, parts[1:])).text_offset == offsets
+    assert joined(writer.write([position(b"d")])).text_offset == [len(text)], "the answer's come behind the prompt's"
 
 
 def test_an_echo_as_it_was_sent_has_the_special_tokens_that_were_written() -> None:
     """The tokenizer added the first of the two."""
     parts = [position(b" ab"), position(b"</s>", special=True), position(b"c")]
-    assert TextLogprobsWriter(0).prompt(b"<s>", "ab</s>c", parts).text_offset == [0, 0, 2, 6]
+    assert joined(TextLogprobsWriter(0).prompt(b"<s>", "ab</s>c", parts)).text_offset == [0, 0, 2, 6]
 
 
 def test_tokens_that_read_alike() -> None:
     """The most likely of alternatives with one text counts; the chosen token is always listed."""
-    written = TextLogprobsWriter(3).write([position(b"x", (b"y", -0.1), (b"y", -0.5), (b"w", -2.0))])
+    written = joined(TextLogprobsWriter(3).write([position(b"x", (b"y", -0.1), (b"y", -0.5), (b"w", -2.0))]))
     assert written.top_logprobs == [{"y": -0.1, "w": -2.0, "x": -1.0}]
 
 
 def test_the_value_is_its_entry_bit_for_bit() -> None:
     value = -0.10536051541566849
-    written = TextLogprobsWriter(1).write([position(b"x", (b"x", value), logprob=value)])
+    written = joined(TextLogprobsWriter(1).write([position(b"x", (b"x", value), logprob=value)]))
     assert written.token_logprobs[0] == max((written.top_logprobs[0] or {}).values())
 
 
 def test_a_special_token_in_front_of_an_echo_takes_no_place() -> None:
-    echo = TextLogprobsWriter(1).prompt(b"<s>", "ab", [position(b"a"), position(b"b")])
+    echo = joined(TextLogprobsWriter(1).prompt(b"<s>", "ab", [position(b"a"), position(b"b")]))
     assert echo.tokens == ["<s>", "a", "b"]
     assert echo.text_offset == [0, 0, 1]
 
@@ -246,3 +263,45 @@ def test_chats_form() -> None:
     assert (written.token, written.logprob, written.bytes) == ("é", -1.0, [0xC3, 0xA9])
     assert [(top.token, top.bytes) for top in written.top_logprobs] == [("bytes:\\xc3", [0xC3]), ("é", [0xC3, 0xA9])]
     assert token_text(b"\xff") == "bytes:\\xff"
+
+
+@pytest.mark.parametrize("count", [0, 1, VALUES_A_PIECE - 1, VALUES_A_PIECE, VALUES_A_PIECE + 1, 3 * VALUES_A_PIECE])
+def test_forms_that_are_written_in_pieces_are_those_of_all_positions(count: int) -> None:
+    positions = [position(b"%d" % i, (b"\x00", -0.5), (b'"', -1.5), logprob=-i) for i in range(count)]
+    chat = msgspec.json.decode(encode_large(chat_logprobs(positions)), type=ChatLogprobs).content
+    assert [(one.token, one.logprob, len(one.top_logprobs)) for one in chat] == [(str(i), -i, 2) for i in range(count)]
+    text = joined(TextLogprobsWriter(2).write(positions))
+    assert text.tokens == [str(i) for i in range(count)]
+    assert text.top_logprobs == [{"\x00": -0.5, '"': -1.5, str(i): -i} for i in range(count)]
+    assert text.text_offset == [sum(len(str(j)) for j in range(i)) for i in range(count)]
+    lists = TextLogprobs(["\x00"], [-1.0], prompt_logprobs(positions, 1), [0])  # type: ignore[arg-type]
+    first, *others = msgspec.json.decode(encode_large(lists))["top_logprobs"]
+    assert first is None
+    assert others == [
+        {
+            "10": {"logprob": -0.5, "rank": 1, "decoded_token": "\x00"},
+            "1": {"logprob": -i, "rank": 1, "decoded_token": f"{i}"},
+        }
+        for i in range(count)
+    ]
+
+
+def test_only_a_few_positions_are_objects_at_a_time() -> None:
+    """All of them would hold up the event loop while they are decoded, collected or freed."""
+    alive: weakref.WeakSet[Counted] = weakref.WeakSet()
+    most = 0
+
+    def values() -> Iterator[Counted]:
+        nonlocal most
+        for _ in range(10 * VALUES_A_PIECE):
+            made = Counted(1)
+            alive.add(made)
+            most = max(most, len(alive))
+            yield made
+
+    assert len(msgspec.json.decode(b"".join(JsonList.of(values()).pieces()))) == 10 * VALUES_A_PIECE
+    assert 0 < most <= 2 * VALUES_A_PIECE
+
+
+class Counted(msgspec.Struct, weakref=True, eq=False):
+    value: int

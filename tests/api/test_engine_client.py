@@ -6,12 +6,15 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 
+from minisgl.message.logprobs import PackedLogprobs, pack_positions
 from minisgl.message.to_api import Accepted, OutputDelta, OutputDeltas, Refused
 from minisgl.message.to_tokenizer import Generate, TextPrompt, ToTokenizer
 from minisgl.message.types import (
     Abort,
+    LogprobRows,
     PositionLogprobs,
     ProcessCounts,
     StatsReport,
@@ -64,7 +67,7 @@ class Reader:
         self.taken: list[list[tuple[int, str, str | None]]] = []
         self.not_behind = asyncio.Event()
         self.not_behind.set()
-        self.in_thread: list[list[int]] = []  # numbers of log-probabilities of prompts
+        self.in_thread: list[list[int]] = []  # numbers of log-probabilities
         self.taking, self.may_end = asyncio.Event(), asyncio.Event()  # in a thread
 
     @property
@@ -80,7 +83,7 @@ class Reader:
             raise ValueError("what a writer of events may raise")
 
     async def take_in_thread(self, deltas: Iterable[Delta]) -> None:
-        self.in_thread.append([len(delta.prompt_logprobs) for delta in deltas])
+        self.in_thread.append([len([*delta.prompt_logprobs, *delta.logprobs]) for delta in deltas])
         self.taking.set()
         await self.may_end.wait()
 
@@ -126,22 +129,40 @@ def test_a_slow_reader_gets_one_merged_delta_per_choice() -> None:
 def scored(seq_id: int, prompt: int = 0, tokens: int = 0) -> OutputDeltas:
     """Output with log-probabilities of so many tokens of the prompt and of the answer."""
     position = PositionLogprobs(TokenLogprob(1, b"a", -1.0), 1, [])
-    ids = pack_ids([1] * tokens)
+    logprobs = pack_positions([position] * tokens) if tokens else b""
     return OutputDeltas(
-        [OutputDelta(seq_id, ids, "a", logprobs=[position] * tokens, prompt_logprobs=[position] * prompt)]
+        [OutputDelta(seq_id, pack_ids([1] * tokens), "a", logprobs=logprobs, prompt_logprobs=of_prompt(prompt))]
     )
 
 
-def test_log_probabilities_of_a_prompt_are_written_in_a_thread_and_in_order() -> None:
+def of_prompt(count: int) -> PackedLogprobs | None:
+    """Log-probabilities of so many tokens of a prompt."""
+    if count == 0:
+        return None
+    values = np.zeros(count, "<f4").tobytes()
+    rows = LogprobRows([1], [count], [0], pack_ids([1] * count), values, pack_ids([1] * count), b"", b"")
+    return PackedLogprobs(rows, {1: b"a"}, frozenset())
+
+
+@pytest.mark.parametrize("of_prompt", [True, False])
+def test_many_log_probabilities_are_written_in_a_thread_and_in_order(
+    monkeypatch: pytest.MonkeyPatch, of_prompt: bool
+) -> None:
+    """Those of a prompt, or of an answer whose client has read slowly."""
+    monkeypatch.setattr(open_request, "SMALL_LOGPROBS", 10)
+
     async def main() -> None:
         client, _ = make()
-        with client.open(job(prompt_logprobs=5)) as request:
+        with client.open(job(prompt_logprobs=5, logprobs=5)) as request:
             (sequence,) = request.seq_ids
             reader = Reader()
             client.dispatch([Accepted([sequence], pack_ids([5, 6, 7]))])
             streaming = asyncio.create_task(request.stream_to(reader))
             await asyncio.sleep(0)
-            client.dispatch([scored(sequence, prompt=2)])
+            reader.not_behind.clear()
+            client.dispatch([scored(sequence, prompt=1) if of_prompt else scored(sequence, tokens=1)])
+            client.dispatch([scored(sequence, tokens=1)])
+            reader.not_behind.set()
             await reader.taking.wait()
             client.dispatch([piece(sequence, "b")])
             client.dispatch([piece(sequence, "c", "stop")])
@@ -180,7 +201,7 @@ def test_log_probabilities_that_are_held_are_bounded(monkeypatch: pytest.MonkeyP
             streaming = asyncio.create_task(streamed.stream_to(Reader()))
             for _ in range(20):  # what has been written is no longer held
                 await asyncio.sleep(0)
-                client.dispatch([scored(streamed.seq_ids[0], tokens=9)])
+                client.dispatch([scored(streamed.seq_ids[0], tokens=4)])
             client.dispatch([scored(large.seq_ids[0], prompt=21)])
             with pytest.raises(ApiError, match="prompt_logprobs of this answer are more than 100") as refused:
                 await large.complete()
@@ -189,7 +210,9 @@ def test_log_probabilities_that_are_held_are_bounded(monkeypatch: pytest.MonkeyP
             await streaming
         with client.open(job(logprobs=9)) as kept:  # the last events will repeat them
             client.dispatch([Accepted([kept.seq_ids[0]], pack_ids([5]))])
-            streaming = asyncio.create_task(kept.stream_to(Reader(keeps_logprobs=True)))
+            reader = Reader(keeps_logprobs=True)
+            reader.may_end.set()
+            streaming = asyncio.create_task(kept.stream_to(reader))
             for tokens in (5, 5, 1):
                 await asyncio.sleep(0)
                 assert not kept.has_failed
@@ -203,6 +226,7 @@ def test_log_probabilities_that_are_held_are_bounded(monkeypatch: pytest.MonkeyP
 
 def test_log_probabilities_that_come_while_a_thread_writes_others_stay_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(open_request, "MAX_LOGPROBS", 100)
+    monkeypatch.setattr(open_request, "SMALL_LOGPROBS", 50)
 
     async def main() -> None:
         client, _ = make()

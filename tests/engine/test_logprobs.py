@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -9,8 +10,8 @@ import torch
 from minisgl.core import Logprobs
 from minisgl.engine.sampling import sampler
 from minisgl.engine.sampling.sampler import compute_logprobs
+from minisgl.message.logprobs import POSITIONS_A_SLICE, PackedLogprobs, unpack_logprobs
 from minisgl.scheduler.steps.token_scores import pack_logprobs
-from minisgl.tokenizer.detokenizer import unpack_logprobs
 
 VOCAB = 301
 
@@ -76,3 +77,27 @@ def test_no_position_has_the_alternatives_of_another() -> None:
     ids = {seq_id: [[token.token for token in one.top] for one in positions] for seq_id, positions in found.items()}
     assert ids == {7: [[0, 1, 2]], 8: [[1], [2]], 9: [[]]}
     assert [[one.chosen.token for one in positions] for positions in found.values()] == [[0], [1, 2], [0]]
+
+
+@pytest.mark.parametrize("top", [0, 3])
+def test_packed_log_probabilities_are_those_of_all_positions(top: int) -> None:
+    class Letters:
+        def token_bytes(self, token: int) -> bytes:
+            return b"%c" % (97 + token)
+
+        def is_special(self, token: int) -> bool:
+            return token < 2
+
+    rng = np.random.default_rng(0)
+    count = 2 * POSITIONS_A_SLICE + 7
+    tokens = rng.integers(0, 9, count, dtype=np.int32)
+    top_ids = rng.integers(5, 26, (count, 3), dtype=np.int32)
+    scores = Logprobs(
+        -rng.random(count, np.float32), np.arange(count, dtype=np.int32), top_ids, -rng.random((count, 3), np.float32)
+    )
+    rows = pack_logprobs([7], [count], [top], tokens, [scores])
+    sent = msgspec.msgpack.encode(PackedLogprobs.pack(rows, Letters()))
+    packed = msgspec.msgpack.decode(sent, type=PackedLogprobs)
+    assert len(packed) == count
+    assert list(packed) == unpack_logprobs(rows, Letters())[7]
+    assert {position.chosen.token for position in packed if position.special} == {0, 1}

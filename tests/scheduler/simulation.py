@@ -18,6 +18,7 @@ from minisgl.config import SchedulerConfig
 from minisgl.core import NO_TOKEN, Batch, DeviceOutOfMemory, Int32Array, Logprobs, StepResult
 from minisgl.kvcache.pools import make_pools
 from minisgl.kvcache.window import WindowGroup, usual_ratio, windowed_pages
+from minisgl.message.logprobs import unpack_logprobs
 from minisgl.message.types import LogprobRows, PositionLogprobs, unpack_ids
 from minisgl.sampling_params import SamplingParams
 from minisgl.scheduler.loop import StepLoop
@@ -25,7 +26,6 @@ from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.steps.token_scores import pack_logprobs
 from minisgl.step_cost import StepCost
 from minisgl.structured_output.protocol import Matcher, MatcherStatus
-from minisgl.tokenizer.detokenizer import unpack_logprobs
 
 VOCAB = 50
 EOS = 7

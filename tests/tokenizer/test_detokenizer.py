@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from minisgl.core import FinishReason
+from minisgl.message.logprobs import unpack_positions
 from minisgl.message.to_api import OutputDelta
 from minisgl.message.to_detokenizer import End, Open, StepOutput
 from minisgl.message.to_scheduler import Stopped
@@ -142,6 +143,10 @@ def test_no_stop_string_ends_the_text_before_min_tokens(min_tokens: int) -> None
     assert pieces[-1].finish == "stop"
 
 
+def positions(piece: OutputDelta) -> list[PositionLogprobs]:
+    return list(unpack_positions([piece.logprobs]))
+
+
 def test_logprobs_travel_with_their_ids_while_text_is_held_back() -> None:
     detokenizer = opened("xyz")
     first, *_ = ids_of("世")
@@ -167,17 +172,19 @@ def test_logprobs_travel_with_their_ids_while_text_is_held_back() -> None:
     )
     (piece, second, third), _ = detokenizer.apply(output)
     chosen = TokenLogprob(x, b"x", -0.75)
-    assert second.logprobs == [PositionLogprobs(chosen, 1, [chosen])]
-    assert third.logprobs == second.prompt_logprobs == []
+    assert positions(second) == [PositionLogprobs(chosen, 1, [chosen])]
+    assert positions(third) == []
+    assert second.prompt_logprobs is None
     assert piece.text == ""
-    assert piece.logprobs == [
+    assert positions(piece) == [
         PositionLogprobs(
             TokenLogprob(first, "世".encode()[:2], -0.5),
             3,
             [TokenLogprob(x, b"x", float(np.float32(-0.1))), TokenLogprob(EOS, b"</s>", -0.25)],
         )
     ]
-    assert piece.prompt_logprobs == [PositionLogprobs(TokenLogprob(x, b"x", -2.0), 9, [])]
+    assert piece.prompt_logprobs is not None
+    assert list(piece.prompt_logprobs) == [PositionLogprobs(TokenLogprob(x, b"x", -2.0), 9, [])]
 
 
 @pytest.mark.parametrize("kind", sorted(small.KINDS.keys() - {"suffix"}))  # "suffix" ends words with a space
@@ -206,8 +213,9 @@ def test_log_probabilities_say_which_tokens_may_be_no_text() -> None:
     output = step((1, x), opened={1: TextOptions()})
     output = msgspec.structs.replace(output, prompt_logprobs=[rows], logprobs=rows)
     ((piece,), _) = Detokenizer(DECODER).apply(output)
+    assert piece.prompt_logprobs is not None
     assert [position.special for position in piece.prompt_logprobs] == [False, True]
-    assert [position.special for position in piece.logprobs] == [False, True]
+    assert [position.special for position in positions(piece)] == [False, True]
 
 
 def test_stop_string_over_tokens() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NotRequired, TypedDict
 
 from minisgl.core import ErrorCause, FinishReason
+from minisgl.message.logprobs import unpack_positions
 from minisgl.message.to_api import OutputDelta
 from minisgl.message.types import PositionLogprobs, unpack_ids
 from minisgl.sampling_params import SamplingParams
@@ -41,8 +42,8 @@ class OutputCollector:
     def take(self, piece: OutputDelta) -> None:
         self._texts.append(piece.text)
         self._ids.append(piece.ids)
-        self._logprobs += piece.logprobs
-        self._prompt_logprobs += piece.prompt_logprobs
+        self._logprobs += unpack_positions([piece.logprobs])
+        self._prompt_logprobs += piece.prompt_logprobs or ()
         if piece.finish is not None:
             self.vector, self.cause = piece.vector, piece.cause
             self.completion = self._complete(piece.finish, piece.cached_tokens)

@@ -8,7 +8,8 @@ import msgspec
 
 from minisgl.core import ErrorCause, FinishReason
 from minisgl.message.engine_state import StateReport
-from minisgl.message.types import Flushed, PackedIds, PositionLogprobs, StatsReport
+from minisgl.message.logprobs import PackedLogprobs, PackedPositions
+from minisgl.message.types import Flushed, PackedIds, StatsReport
 
 RefusalStatus: TypeAlias = Literal[400, 500, 503]  # HTTP's
 
@@ -52,8 +53,8 @@ class OutputDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     finish: FinishReason | None = None  # set in exactly one delta, the last
     cached_tokens: int = 0  # in the last delta
     stop_reason: str | int | None = None  # in the last delta: the stop string or stop token that ended it
-    logprobs: list[PositionLogprobs] = []  # one for each id, if asked for
-    prompt_logprobs: list[PositionLogprobs] = []  # in the first delta, if asked for: of all ids but the first
+    logprobs: PackedPositions = b""  # one for each id, if asked for
+    prompt_logprobs: PackedLogprobs | None = None  # in the first delta, if asked for: of all ids but the first
     cause: ErrorCause | None = None  # in the last delta: of an error, if it is one of these
     admitted: float | None = None  # in the last delta: when its first step was planned, by `perf_counter`
     vector: bytes = b""  # in the only delta of a pooled prompt: little-endian float32

@@ -45,7 +45,7 @@ class StepOutput(msgspec.Struct, tag=True):
     tokens: PackedIds = b""  # one token of each of these sequences
     ended: list[End] = []
     logprobs: LogprobRows | None = None  # of the tokens of sequences that request them
-    prompt_logprobs: list[LogprobRows] = []  # of whole prompts without their first tokens
+    prompt_logprobs: list[LogprobRows] = []  # each of one whole prompt without its first token
     pooled: list[Pooled] = []  # results of a pooling model, instead of tokens
 
     def __bool__(self) -> bool:

@@ -7,17 +7,15 @@ worker and the offline LLM pass the messages.
 
 from __future__ import annotations
 
-from itertools import islice
-
 import msgspec
-import numpy as np
 
+from minisgl.message.logprobs import PackedLogprobs, pack_positions, unpack_logprobs
 from minisgl.message.to_api import OutputDelta
 from minisgl.message.to_detokenizer import End, Open, StepOutput
 from minisgl.message.to_scheduler import Stopped
-from minisgl.message.types import ID_BYTES, LogprobRows, PackedIds, PositionLogprobs, TokenLogprob, unpack_ids
+from minisgl.message.types import ID_BYTES, unpack_ids
 from minisgl.parsers.streaming import possible_start
-from minisgl.tokenizer.decoders.base import TextDecoder, TokenTexts
+from minisgl.tokenizer.decoders.base import TextDecoder
 
 NO_TEXT_ID = 2**31 - 1  # outside every vocabulary, so it decodes to ""
 
@@ -94,11 +92,12 @@ class Detokenizer:
         if step.logprobs is not None:
             for seq_id, positions in unpack_logprobs(step.logprobs, self._decoder).items():
                 if seq_id in deltas:
-                    deltas[seq_id] = msgspec.structs.replace(deltas[seq_id], logprobs=positions)
+                    deltas[seq_id] = msgspec.structs.replace(deltas[seq_id], logprobs=pack_positions(positions))
         for rows in step.prompt_logprobs:
-            for seq_id in deltas.keys() & set(rows.seq_ids):
-                positions = unpack_logprobs(rows, self._decoder)[seq_id]
-                deltas[seq_id] = msgspec.structs.replace(deltas[seq_id], prompt_logprobs=positions)
+            (seq_id,) = rows.seq_ids
+            if seq_id in deltas:
+                packed = PackedLogprobs.pack(rows, self._decoder)
+                deltas[seq_id] = msgspec.structs.replace(deltas[seq_id], prompt_logprobs=packed)
 
 
 class _Sequence:
@@ -186,25 +185,3 @@ class StopMatcher:
         """Return the start and the text of the stop string that is complete first, if any."""
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         return min(found)[1:] if found else None
-
-
-def unpack_logprobs(rows: LogprobRows, vocabulary: TokenTexts) -> dict[int, list[PositionLogprobs]]:
-    """Return the positions of each sequence, in order, with alternatives from the most likely on."""
-    chosen = _tokens(rows.tokens, rows.logprobs, vocabulary)
-    top = _tokens(rows.top_tokens, rows.top_logprobs, vocabulary)
-    ranked = zip(chosen, unpack_ids(rows.ranks).tolist(), strict=True)
-    found: dict[int, list[PositionLogprobs]] = {}
-    at = 0
-    for seq_id, length, width in zip(rows.seq_ids, rows.lengths, rows.tops, strict=True):
-        positions = found.setdefault(seq_id, [])
-        for token, rank in islice(ranked, length):
-            special = vocabulary.is_special(token.token)
-            positions.append(PositionLogprobs(token, rank, top[at : at + width], special))
-            at += width
-    return found
-
-
-def _tokens(packed: PackedIds, logprobs: bytes, vocabulary: TokenTexts) -> list[TokenLogprob]:
-    ids: list[int] = unpack_ids(packed).tolist()
-    values = np.frombuffer(logprobs, dtype="<f4").tolist()
-    return [TokenLogprob(token, vocabulary.token_bytes(token), value) for token, value in zip(ids, values, strict=True)]

@@ -15,6 +15,8 @@ from typing import Literal, Protocol
 
 from tokenizers import Tokenizer
 
+from minisgl.message.logprobs import TokenTexts
+
 REPLACEMENT = "\ufffd"
 
 AddedTokens = dict[int, tuple[str, bool]]  # id: (content, True if it is special)
@@ -28,16 +30,6 @@ class TextStream(Protocol):
 
     def flush(self) -> str:
         """Return the rest of the text, when no token follows."""
-
-
-class TokenTexts(Protocol):
-    """Texts of single tokens."""
-
-    def token_bytes(self, token: int) -> bytes:
-        """Return the token's text, if it is not the first, as UTF-8; it may be a part of a character."""
-
-    def is_special(self, token: int) -> bool:
-        """Return True if `skip_special_tokens` leaves the token out."""
 
 
 class TextDecoder(TokenTexts, Protocol):

@@ -9,20 +9,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.types import Receive, Scope, Send
 
-from minisgl.server.api.http.connection import StreamBody, stream_body_of
+from minisgl.server.api.answers.large_json import encode_large
+from minisgl.server.api.http.connection import StreamBody, slices_of, stream_body_of
 from minisgl.server.api.http.errors import ApiError, internal_error
 from minisgl.server.api.requests.engine_client import EngineClient
 from minisgl.server.api.requests.open_request import ClientGone, Delta, Job, OpenRequest
 
 logger = logging.getLogger(__name__)
 
+# Writes what would hold the event loop up. One thread for all: each more would also compete with the loop for the GIL.
+_WRITER_THREAD = ThreadPoolExecutor(1, "answer-writer")
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache, no-store"),
@@ -50,7 +54,7 @@ class Writer(ABC):
     """Writes the engine's output in the form of one route. By default a stream fails and ends as OpenAI's do."""
 
     stream_end: ClassVar[bytes] = b"data: [DONE]\n\n"
-    in_thread: ClassVar[bool] = False  # True if `body` takes so long that it must run in a thread
+    in_thread: ClassVar[bool] = False  # True if `body` always takes so long that it must run in a thread
     keeps_logprobs: ClassVar[bool] = False  # True if later events of a stream repeat its log-probabilities
     id: str  # id of the answer
 
@@ -93,12 +97,17 @@ def usage_of(request: OpenRequest) -> Usage:
 
 def server_sent_event(data: msgspec.Struct) -> bytes:
     """Return an event of a stream."""
-    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+    return encode_large(data, b"data: ", b"\n\n")
 
 
 def named_event(data: msgspec.Struct) -> bytes:
     """Return an event of a stream, named by the struct's tag."""
-    return b"event: %b\ndata: %b\n\n" % (str(data.__struct_config__.tag).encode(), msgspec.json.encode(data))
+    return encode_large(data, f"event: {data.__struct_config__.tag}\ndata: ".encode(), b"\n\n")
+
+
+async def _written(write: Callable[[], bytes], *, takes_long: bool) -> bytes:
+    """Return what `write` returns, which runs in the thread if it takes long."""
+    return await asyncio.get_running_loop().run_in_executor(_WRITER_THREAD, write) if takes_long else write()
 
 
 class EventStream:
@@ -124,8 +133,8 @@ class EventStream:
             self._body.write(data)
 
     async def take_in_thread(self, deltas: Iterable[Delta]) -> None:
-        if data := await asyncio.to_thread(self._events, deltas):
-            self._body.write(data)
+        if data := await _written(lambda: self._events(deltas), takes_long=True):
+            await self._body.write_large(data)
 
     def _events(self, deltas: Iterable[Delta]) -> bytes:
         return b"".join([self._writer.events(delta) for delta in deltas])
@@ -142,6 +151,7 @@ class Answer:
         self._writer = writer
         self._stream = stream
         self._started = False  # the status line has been sent
+        self._takes_long = False  # to write the end of a stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request: OpenRequest | None = None
@@ -153,6 +163,7 @@ class Answer:
                     await (self._send_stream if self._stream else self._send_body)(request, scope, send)
                 finally:
                     watcher.cancel()
+                    self._takes_long = request.holds_many_logprobs  # no longer, once `request` is closed
         except (ClientGone, OSError):  # servers of ASGI 2.4 raise OSError from send
             return
         except ApiError as error:
@@ -179,29 +190,33 @@ class Answer:
         if data := self._writer.first_events():
             body.write(data)
         await request.stream_to(EventStream(self._writer, body))
-        await self._end_stream(body, self._writer.last_events(usage_of(request)), send)
+        usage = usage_of(request)
+        last = await _written(lambda: self._writer.last_events(usage), takes_long=request.holds_many_logprobs)
+        await self._end_stream(body, last, send)
 
     async def _send_body(self, request: OpenRequest, _scope: Scope, send: Send) -> None:
         choices = await request.complete()
         self._writer.begin(request)
         await asyncio.sleep(0)  # with thousands of choices each of these calls takes long: others get their turn
-        sampling, usage = request.job.sampling, usage_of(request)
-        if not self._writer.in_thread and sampling.logprobs is None and sampling.prompt_logprobs is None:
-            data = self._writer.body(choices, usage)
-        else:  # log-probabilities of many tokens take seconds to write, during which other threads can run
-            data = await asyncio.to_thread(self._writer.body, choices, usage)
+        usage = usage_of(request)
+        takes_long = self._writer.in_thread or request.holds_many_logprobs
+        data = await _written(lambda: self._writer.body(choices, usage), takes_long=takes_long)
         data = await self._writer.keep(data)
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
         self._started = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": data, "more_body": False})
+        for one, is_last in slices_of(data):
+            await send({"type": "http.response.body", "body": one, "more_body": not is_last})
+            if not is_last:
+                await asyncio.sleep(0)
 
     async def _send_error(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._started:
             await error.response(scope)(scope, receive, send)
         elif self._stream:
-            await self._end_stream(stream_body_of(scope), self._writer.error_event(error), send)
+            last = await _written(lambda: self._writer.error_event(error), takes_long=self._takes_long)
+            await self._end_stream(stream_body_of(scope), last, send)
 
     async def _end_stream(self, body: StreamBody, last_events: bytes, send: Send) -> None:
-        body.write(await self._writer.keep(last_events) + self._writer.stream_end)
+        await body.write_large(await self._writer.keep(last_events), self._writer.stream_end)
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from msgspec.json import encode
 
 from minisgl.message.types import unpack_ids
 from minisgl.parsers.streaming import CallArguments, CallStart, Content, Event, Reasoning
 from minisgl.server.api.answers.answer import CompletionTokensDetails, Usage, Writer, server_sent_event, usage_of
+from minisgl.server.api.answers.large_json import encode_large
 from minisgl.server.api.answers.logprob_forms import ChatLogprobs, PromptLogprobs, prompt_logprobs
 from minisgl.server.api.answers.parsed_choice import ChatFinishReason, ChatOptions, ParsedChoice
 from minisgl.server.api.requests.open_request import Delta, OpenRequest
@@ -125,12 +125,12 @@ class ChatWriter(Writer):
 
     def events(self, delta: Delta) -> bytes:
         options, choice, index = self._options, self._choices[delta.index], delta.index
-        data = b""
+        events: list[bytes] = []
         if not choice.begun:
             choice.begun = True
-            data = self._event(ChatChunkChoice(index, ChatDelta(role=options.role, content="")), delta)
+            events.append(self._event(ChatChunkChoice(index, ChatDelta(role=options.role, content="")), delta))
             if options.echo:
-                data += self._event(ChatChunkChoice(index, ChatDelta(content=options.echo)), delta)
+                events.append(self._event(ChatChunkChoice(index, ChatDelta(content=options.echo)), delta))
         for event in choice.take(delta):
             written = ChatChunkChoice(
                 index,
@@ -138,7 +138,7 @@ class ChatWriter(Writer):
                 logprobs=choice.take_logprobs(),
                 token_ids=choice.take_token_ids(),
             )
-            data += self._event(written, delta)
+            events.append(self._event(written, delta))
         if delta.finish is not None:
             last = ChatChunkChoice(
                 index,
@@ -148,8 +148,8 @@ class ChatWriter(Writer):
                 choice.take_logprobs(),  # tokens without text, such as the one that ends the answer
                 choice.take_token_ids(),
             )
-            data += self._event(last, delta)
-        return data
+            events.append(self._event(last, delta))
+        return b"".join(events)
 
     def _event(self, choice: ChatChunkChoice, delta: Delta) -> bytes:
         usage: Usage | UnsetType | None = None if self._include_usage else UNSET
@@ -169,7 +169,7 @@ class ChatWriter(Writer):
     def body(self, choices: list[Delta], usage: Usage) -> bytes:
         written = [self._whole(delta) for delta in choices]
         told = (self.id, self._created, self._options.model, written, self._with_details(usage), self._tier)
-        return encode(ChatCompletion(*told, *self._of_prompt(choices)))
+        return encode_large(ChatCompletion(*told, *self._of_prompt(choices)))
 
     def _whole(self, delta: Delta) -> ChatChoice:
         choice = self._choices[delta.index]

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import time
 import uuid
+from itertools import chain
 from typing import NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from msgspec.json import encode
 
 from minisgl.core import FinishReason
 from minisgl.limits import Limits
 from minisgl.message.types import unpack_ids
 from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.answers.answer import Usage, Writer, server_sent_event, usage_of
+from minisgl.server.api.answers.large_json import encode_large
 from minisgl.server.api.answers.logprob_forms import (
     PromptLogprobs,
     TextLogprobs,
@@ -103,7 +104,7 @@ class ChoiceText:
             self._tells_prompt = False
             return self._first(delta)
         if self._tells_tokens and (ids := delta.token_ids):
-            logprobs = None if self._logprobs is None else self._logprobs.write(delta.logprobs)
+            logprobs = None if self._logprobs is None else TextLogprobs.join(self._logprobs.write(delta.logprobs))
             return Text(delta.text, logprobs, token_ids=ids if self._body.return_token_ids else UNSET)
         return Text(text) if (text := delta.text) else None
 
@@ -111,8 +112,8 @@ class ChoiceText:
         body, echo, writer = self._body, self._echo, self._logprobs
         logprobs = None
         if writer is not None:
-            parts = [] if echo is None else [writer.prompt(echo.first_token, echo.text, delta.prompt_logprobs)]
-            logprobs = TextLogprobs.join([*parts, writer.write(delta.logprobs)])
+            prompt = () if echo is None else writer.prompt(echo.first_token, echo.text, delta.prompt_logprobs)
+            logprobs = TextLogprobs.join(chain(prompt, writer.write(delta.logprobs)))
         return Text(
             delta.text if echo is None else echo.text + delta.text,
             logprobs,
@@ -160,11 +161,11 @@ class CompletionWriter(Writer):
 
     def events(self, delta: Delta) -> bytes:
         text = self._choices[delta.index].take(delta)
-        data = b"" if text is None else self._event(TextChoice(delta.index, *text))
+        events = [] if text is None else [self._event(TextChoice(delta.index, *text))]
         if delta.finish is not None:
             end = TextChoice(delta.index, "", finish_reason=delta.finish, stop_reason=delta.stop_reason)
-            data += self._event(end)
-        return data
+            events.append(self._event(end))
+        return b"".join(events)
 
     def _event(self, choice: TextChoice) -> bytes:
         usage: Usage | UnsetType | None = None if self._include_usage else UNSET
@@ -187,7 +188,7 @@ class CompletionWriter(Writer):
             )
             for index, delta in enumerate(self._best(choices))
         ]
-        return encode(TextCompletion(self.id, self._created, self._model, written, usage))
+        return encode_large(TextCompletion(self.id, self._created, self._model, written, usage))
 
     def _best(self, choices: list[Delta]) -> list[Delta]:
         """Return the n most likely answers to each prompt, best first; if there are only n, all in their order."""
@@ -239,6 +240,6 @@ class GenerateWriter(Writer):
     def body(self, choices: list[Delta], usage: Usage) -> bytes:
         (choice,) = choices
         text = self._text.take(choice) or NO_TEXT
-        return encode(
+        return encode_large(
             Generated(self.id, *text, finish_reason=choice.finish, stop_reason=choice.stop_reason, usage=usage)
         )

@@ -1,17 +1,21 @@
 """Log-probabilities in the forms of the APIs: OpenAI's for chats, OpenAI's older one for completions, and vLLM's.
 
 A token's own value and its entry among the alternatives are the same number bit for bit, so that clients may compare.
+Lists that may have many values are encoded here, a few values at a time (`JsonList`): a struct's field has one where
+its type says list.
 """
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
-from typing import TypeAlias, cast
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
+from typing import Any, TypeAlias, cast
 
 import msgspec
 
 from minisgl.message.types import PositionLogprobs, TokenLogprob
+from minisgl.server.api.answers.large_json import VALUES_A_PIECE, JsonList, slices
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
 
@@ -43,14 +47,18 @@ class TextLogprobs(msgspec.Struct, frozen=True):
     text_offset: list[int]
 
     @classmethod
-    def join(cls, parts: Sequence[TextLogprobs]) -> TextLogprobs:
-        """Return the concatenation of the parts."""
-        return cls(
-            [token for part in parts for token in part.tokens],
-            [logprob for part in parts for logprob in part.token_logprobs],
-            [top for part in parts for top in part.top_logprobs],
-            [offset for part in parts for offset in part.text_offset],
-        )
+    def join(cls, parts: Iterable[TextLogprobs]) -> TextLogprobs:
+        """Return the concatenation of the parts; of several ones encoded, because they may be many."""
+        parts = iter(parts)
+        first = next(parts, None)
+        second = next(parts, None)
+        if second is None:
+            return cls([], [], [], []) if first is None else first
+        joined = {name: JsonList() for name in cls.__struct_fields__}
+        for part in chain([first, second], parts):
+            for name, column in joined.items():
+                column.add(getattr(part, name))
+        return cls(**cast(dict[str, Any], joined))
 
 
 class PromptLogprob(msgspec.Struct, frozen=True):
@@ -76,55 +84,55 @@ def value(token: TokenLogprob) -> float:
     return max(token.logprob, LOWEST)
 
 
-def chat_logprobs(positions: Sequence[PositionLogprobs]) -> ChatLogprobs:
+def chat_logprob(position: PositionLogprobs) -> ChatLogprob:
     """Return the form of chats, with all alternatives."""
-    return ChatLogprobs(
-        [
-            ChatLogprob(
-                token_text(position.chosen.text),
-                value(position.chosen),
-                list(position.chosen.text),
-                [ChatTopLogprob(token_text(top.text), value(top), list(top.text)) for top in position.top],
-            )
-            for position in positions
-        ]
+    return ChatLogprob(
+        token_text(position.chosen.text),
+        value(position.chosen),
+        list(position.chosen.text),
+        [ChatTopLogprob(token_text(top.text), value(top), list(top.text)) for top in position.top],
     )
 
 
-def prompt_logprobs(positions: Sequence[PositionLogprobs], top: int) -> PromptLogprobs:
-    """Return vLLM's form: for each token of the prompt, itself and its alternatives by id; None for the first token.
+def chat_logprobs(positions: Iterable[PositionLogprobs]) -> ChatLogprobs:
+    written = map(chat_logprob, positions)
+    first = list(islice(written, VALUES_A_PIECE))
+    if len(first) < VALUES_A_PIECE:
+        return ChatLogprobs(first)
+    return ChatLogprobs(cast(Any, JsonList.of(chain(first, written))))
 
-    Each token's part is encoded to JSON here, because a prompt of 100k tokens may have two million alternatives: the
-    objects would take four times the memory, and encoding them in one call would hold the GIL for half a second.
-    """
-    found: PromptLogprobs = [None]
-    for position in positions:
-        ranked = [*enumerate(position.top[:top], start=1), (position.rank, position.chosen)]
-        part = {str(token.token): PromptLogprob(value(token), rank, token_text(token.text)) for rank, token in ranked}
-        found.append(cast(dict[str, PromptLogprob], msgspec.Raw(msgspec.json.encode(part))))
-    return found
+
+def prompt_logprobs(positions: Iterable[PositionLogprobs], top: int) -> PromptLogprobs:
+    """Return vLLM's form: for each token of the prompt, itself and its alternatives by id; None for the first token."""
+    return cast(PromptLogprobs, JsonList.of(chain([None], (_by_id(position, top) for position in positions))))
+
+
+def _by_id(position: PositionLogprobs, top: int) -> dict[str, PromptLogprob]:
+    ranked = [*enumerate(position.top[:top], start=1), (position.rank, position.chosen)]
+    return {str(token.token): PromptLogprob(value(token), rank, token_text(token.text)) for rank, token in ranked}
 
 
 class TextLogprobsWriter:
-    """Writes the form of completions for one choice, piece by piece; text offsets continue from piece to piece."""
+    """Writes the form of completions for one choice, part by part; text offsets continue from part to part."""
 
     def __init__(self, top: int, *, skip_special_tokens: bool = True) -> None:
         self._top = top
         self._skips_special = skip_special_tokens
         self._length = _Length()  # length of the text so far
 
-    def prompt(self, first_token: bytes, text: str, positions: Sequence[PositionLogprobs]) -> TextLogprobs:
-        """Return the tokens of an echoed prompt, whose text is `text`; the first token has no probability."""
-        first = TextLogprobs([token_text(first_token)], [None], [None], [0])
+    def prompt(self, first_token: bytes, text: str, positions: Iterable[PositionLogprobs]) -> Iterator[TextLogprobs]:
+        """Yield the tokens of an echoed prompt, whose text is `text`; the first token has no probability."""
+        yield TextLogprobs([token_text(first_token)], [None], [None], [0])
         if _begins(text, first_token):  # it does not if the tokenizer put a special token before the text
             self._length.add(first_token)
-        rest = self._write(positions, text)
+        for some in slices(positions):
+            yield self._write(some, text)
         self._length = _Length(len(text))
-        return TextLogprobs.join([first, rest])
 
-    def write(self, positions: Sequence[PositionLogprobs]) -> TextLogprobs:
-        """Return the next tokens of the answer."""
-        return self._write(positions, None)
+    def write(self, positions: Iterable[PositionLogprobs]) -> Iterator[TextLogprobs]:
+        """Yield the next tokens of the answer."""
+        for some in slices(positions):
+            yield self._write(some, None)
 
     def _write(self, positions: Sequence[PositionLogprobs], prompt: str | None) -> TextLogprobs:
         result = TextLogprobs([], [], [], [])
@@ -181,6 +189,9 @@ def _begins(text: str, token: bytes) -> bool:
     return text[: len(token)].encode().startswith(token) or text.startswith(token.decode(errors="replace"))
 
 
-def mean_logprob(positions: Sequence[PositionLogprobs]) -> float:
+def mean_logprob(positions: Iterable[PositionLogprobs]) -> float:
     """Return the mean log-probability of a text's tokens, by which `best_of` chooses."""
-    return sum(value(position.chosen) for position in positions) / len(positions) if positions else LOWEST
+    total, count = 0.0, 0
+    for position in positions:
+        total, count = total + value(position.chosen), count + 1
+    return total / count if count else LOWEST

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Literal, TypeAlias
 
 from msgspec import UNSET, UnsetType
 
+from minisgl.message.logprobs import PackedPositions, unpack_positions
 from minisgl.message.types import PositionLogprobs
 from minisgl.parsers.parser_choice import AnswerParser
 from minisgl.parsers.streaming import CallArguments, CallStart, Content, Event, Reasoning
@@ -40,7 +41,7 @@ class ParsedChoice:
         self._parser = options.parser(prompt_end)
         self.num_calls = 0  # calls written so far
         self.begun = False  # the chunk with the role has been written
-        self.logprobs: list[PositionLogprobs] = []
+        self._packed_logprobs: list[PackedPositions] = []
         self.token_ids: list[int] = []
 
     @property
@@ -50,7 +51,7 @@ class ParsedChoice:
     def take(self, delta: Delta) -> list[Event]:
         """Return the events of a delta, neighbours of the same kind merged."""
         if self._options.body.logprobs:
-            self.logprobs += delta.logprobs
+            self._packed_logprobs += filter(None, delta.packed_logprobs)
         if self._options.body.return_token_ids:
             self.token_ids += delta.token_ids
         if self._parser is None:
@@ -83,9 +84,14 @@ class ParsedChoice:
             return "function_call" if self._options.body.functions else "tool_calls"
         return delta.finish
 
+    def take_positions(self) -> Iterator[PositionLogprobs]:
+        """Return the log-probabilities that wait for the next chunk, and wait for others."""
+        packed, self._packed_logprobs = self._packed_logprobs, []
+        return unpack_positions(packed)
+
     def take_logprobs(self) -> ChatLogprobs | None:
-        positions, self.logprobs = self.logprobs, []
-        return chat_logprobs(positions) if positions else None
+        """Return `take_positions` in the form of chats; None if there are none."""
+        return chat_logprobs(self.take_positions()) if self._packed_logprobs else None
 
     def take_token_ids(self) -> list[int] | UnsetType:
         ids, self.token_ids = self.token_ids, []

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from msgspec.json import encode
 
 from minisgl.limits import Limits
 from minisgl.message.types import PositionLogprobs, TokenLogprob, unpack_ids
 from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.answers.answer import Usage, Writer, server_sent_event
 from minisgl.server.api.answers.completions import generate_job
+from minisgl.server.api.answers.large_json import JsonList, encode_large, slices
 from minisgl.server.api.answers.logprob_forms import token_text, value
 from minisgl.server.api.bodies.read_body import validate
 from minisgl.server.api.bodies.route_bodies import GenerateBody, SglangBody
@@ -57,6 +58,7 @@ def sglang_job(body: SglangBody, limits: Limits, sampling_defaults: Mapping[str,
 
 
 ScoredToken = tuple[float | None, int, str | None]  # log-probability, id, text
+# Entries of lists that are `JsonList`s.
 EncodedToken = Annotated[msgspec.Raw, msgspec.Meta(description="[log-probability, id, text]")]
 EncodedTokens = Annotated[msgspec.Raw, msgspec.Meta(description="list of [log-probability, id, text], or null")]
 
@@ -91,11 +93,10 @@ class SglangWriter(Writer):
         self._start = time.perf_counter()
         self._text = ""
         self._ids: list[int] = []
+        self._begun = False  # the first delta, which has the prompt's log-probabilities, has come
         # Encoded once, though each event repeats them.
-        self._chosen: list[msgspec.Raw] = []
-        self._top: list[msgspec.Raw] = []
-        self._prompt_chosen: list[msgspec.Raw] = []
-        self._prompt_top: list[msgspec.Raw] = []
+        self._chosen, self._top = JsonList(), JsonList()
+        self._prompt_chosen, self._prompt_top = JsonList(), JsonList()
 
     def events(self, delta: Delta) -> bytes:
         return server_sent_event(self._take(delta))
@@ -105,13 +106,15 @@ class SglangWriter(Writer):
 
     def body(self, choices: list[Delta], usage: Usage) -> bytes:  # noqa: ARG002
         (choice,) = choices
-        return encode(self._take(choice))
+        return encode_large(self._take(choice))
 
     def _take(self, delta: Delta) -> SglangAnswer:
         self._text += delta.text
         self._ids += delta.token_ids
         self._encode_scores(delta.logprobs, self._chosen, self._top)
-        self._encode_scores(delta.prompt_logprobs, self._prompt_chosen, self._prompt_top)
+        if not self._begun:
+            self._begun = True
+            self._encode_prompt(delta.prompt_logprobs)
         request = self._request
         meta = Meta(
             self.id,
@@ -133,32 +136,29 @@ class SglangWriter(Writer):
                 return {"type": reason, "matched": delta.ended_by}
 
     def _scored(self, meta: Meta) -> Meta:
-        """Return `meta` with log-probabilities, those of the prompt from `logprob_start_len` on."""
-        start = self._body.logprob_start_len
-        first: ScoredToken = (None, int(unpack_ids(self._request.prompt_ids[0])[0]), None)
+        """Return `meta` with log-probabilities."""
         scored = msgspec.structs.replace(
-            meta,
-            input_token_logprobs=[_encoded(first), *self._prompt_chosen][start:] if start >= 0 else [],
-            output_token_logprobs=self._chosen,
+            meta, input_token_logprobs=self._prompt_chosen, output_token_logprobs=self._chosen
         )
         if self._body.top_logprobs_num == 0:
             return scored
-        return msgspec.structs.replace(
-            scored,
-            input_top_logprobs=[_encoded(None), *self._prompt_top][start:] if start >= 0 else [],
-            output_top_logprobs=self._top,
-        )
+        return msgspec.structs.replace(scored, input_top_logprobs=self._prompt_top, output_top_logprobs=self._top)
 
-    def _encode_scores(
-        self, positions: Sequence[PositionLogprobs], chosen: list[msgspec.Raw], top: list[msgspec.Raw]
-    ) -> None:
-        for position in positions:
-            chosen.append(_encoded(self._scored_token(position.chosen)))
-            top.append(_encoded([self._scored_token(token) for token in position.top]))
+    def _encode_prompt(self, positions: Iterable[PositionLogprobs]) -> None:
+        """Encode those of the prompt from `logprob_start_len` on; the first token has none, but an entry."""
+        start = self._body.logprob_start_len
+        if start < 0:
+            return
+        if start == 0:
+            first: ScoredToken = (None, int(unpack_ids(self._request.prompt_ids[0])[0]), None)
+            self._prompt_chosen.add([first])
+            self._prompt_top.add([None])
+        self._encode_scores(islice(positions, max(start - 1, 0), None), self._prompt_chosen, self._prompt_top)
+
+    def _encode_scores(self, positions: Iterable[PositionLogprobs], chosen: JsonList, top: JsonList) -> None:
+        for some in slices(positions):
+            chosen.add([self._scored_token(position.chosen) for position in some])
+            top.add([[self._scored_token(token) for token in position.top] for position in some])
 
     def _scored_token(self, token: TokenLogprob) -> ScoredToken:
         return value(token), token.token, token_text(token.text) if self._body.return_text_in_logprobs else None
-
-
-def _encoded(scores: ScoredToken | list[ScoredToken] | None) -> msgspec.Raw:
-    return msgspec.Raw(encode(scores))

@@ -14,6 +14,7 @@ from typing import Protocol
 import msgspec
 
 from minisgl.core import FinishReason
+from minisgl.message.logprobs import PackedPositions, unpack_positions
 from minisgl.message.to_api import Accepted, Echo, OutputDelta
 from minisgl.message.to_tokenizer import GenerateOptions, Prompt
 from minisgl.message.types import PackedIds, PositionLogprobs, num_ids, unpack_ids
@@ -21,24 +22,36 @@ from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.http.errors import generation_error, invalid_request, too_many_logprobs
 from minisgl.server.api.metrics import RequestMetrics, SequenceClock
 
-MAX_LOGPROBS = 2**24  # that a request may hold until they are written: 2 GB, and half as much for its answer
+MAX_LOGPROBS = 2**24  # that a request may hold until they are written: 0.4 GB, and then 1.3 GB of JSON
 MAX_LOGPROBS_IN_ALL = 2**25
-SMALL_LOGPROBS = 4096  # that a request may hold whatever others do: a stream holds those of a step
+# A request may hold so many whatever others do, for a stream holds those of a step. They are written on the event loop,
+# more of them in a thread.
+SMALL_LOGPROBS = 4096
 
 
 class Delta:
     """Output of one choice that its reader has not taken yet."""
 
-    __slots__ = ("_ids", "_stop_ids", "_texts", "ended_by", "finish", "index", "logprobs", "prompt_logprobs", "vector")
+    __slots__ = (
+        "_ids",
+        "_stop_ids",
+        "_texts",
+        "ended_by",
+        "finish",
+        "index",
+        "packed_logprobs",
+        "prompt_logprobs",
+        "vector",
+    )
 
     def __init__(self, index: int, stop_ids: Sequence[int] = ()) -> None:
         """`stop_ids`: the stop tokens that the request named."""
         self.index = index
         self.finish: FinishReason | None = None
         self.ended_by: str | int | None = None  # stop string or token that ended the choice
-        self.logprobs: list[PositionLogprobs] = []  # one for each id, if requested
+        self.packed_logprobs: list[PackedPositions] = []  # one position for each id, if requested
         # One for each id of the prompt but the first, if requested; in one delta only.
-        self.prompt_logprobs: list[PositionLogprobs] = []
+        self.prompt_logprobs: Iterable[PositionLogprobs] = ()
         self.vector = b""  # vector of a pooled prompt: little-endian float32
         self._stop_ids = stop_ids
         self._texts: list[str] = []
@@ -47,9 +60,8 @@ class Delta:
     def add(self, output: OutputDelta) -> None:
         self._texts.append(output.text)
         self._ids.append(output.ids)
-        if output.logprobs:
-            self.logprobs += output.logprobs
-        if output.prompt_logprobs:
+        self.packed_logprobs.append(output.logprobs)
+        if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         if output.finish is not None:
             self.finish = output.finish
@@ -71,16 +83,19 @@ class Delta:
         """Text in the pieces in which it came, each with its number of ids."""
         return zip(self._texts, map(num_ids, self._ids), strict=True)
 
+    @property
+    def logprobs(self) -> Iterator[PositionLogprobs]:
+        """Log-probabilities, one for each id, if requested."""
+        return unpack_positions(self.packed_logprobs)
+
     def split(self) -> Iterator[Delta]:
         """Return a delta for each piece, with its text, ids and log-probabilities; the last has the finish reason."""
-        start = 0
-        for number, (text, ids) in enumerate(zip(self._texts, self._ids, strict=True), start=1):
-            end = start + num_ids(ids)
+        pieces = zip(self._texts, self._ids, self.packed_logprobs, strict=True)
+        for number, (text, ids, logprobs) in enumerate(pieces, start=1):
             piece = Delta(self.index, self._stop_ids)
-            piece._texts, piece._ids, piece.logprobs = [text], [ids], self.logprobs[start:end]
+            piece._texts, piece._ids, piece.packed_logprobs = [text], [ids], [logprobs]
             if number == len(self._texts):
                 piece.finish, piece.ended_by = self.finish, self.ended_by
-            start = end
             yield piece
 
     @property
@@ -135,7 +150,7 @@ class Sink(Protocol):
 
 
 class LogprobBudget:
-    """Log-probabilities that all open requests hold until they are written; each takes some 120 bytes.
+    """Log-probabilities that all open requests hold until they are written; each takes some 20 bytes.
 
     Their number is not known before they come: a request of 8 MB may get a hundred million from its prompts.
     """
@@ -194,7 +209,7 @@ class OpenRequest:
         await self._until(OpenRequest._is_pending_or_over)
         while self._pending:
             await sink.caught_up()
-            if self._has_prompt_logprobs():
+            if self.holds_many_logprobs:
                 self._sink, pending, self._pending = None, self._pending, {}
                 num_logprobs = self._held_logprobs  # more may come while the thread writes these
                 await sink.take_in_thread(pending.values())
@@ -214,6 +229,11 @@ class OpenRequest:
     def has_failed(self) -> bool:
         """True if it has ended without an answer."""
         return self._failure is not None
+
+    @property
+    def holds_many_logprobs(self) -> bool:
+        """True if writing what it holds would take so long that a thread must do it."""
+        return self._held_logprobs > SMALL_LOGPROBS
 
     @property
     def cached_tokens(self) -> int:
@@ -248,7 +268,7 @@ class OpenRequest:
         if delta is None:
             delta = self._pending[index] = Delta(index, self.job.sampling.stop_token_ids)
         delta.add(output)
-        if output.logprobs or output.prompt_logprobs:
+        if output.logprobs or output.prompt_logprobs is not None:
             self._hold_logprobs(output)
         self.completion_tokens += num_ids(output.ids)
         if output.finish is not None:
@@ -263,7 +283,7 @@ class OpenRequest:
     def deliver(self) -> None:
         """Give the sink the pending output, or wake the reader if what it waits for is there."""
         sink = self._sink
-        if sink is not None and self._failure is None and not sink.is_behind and not self._has_prompt_logprobs():
+        if sink is not None and self._failure is None and not sink.is_behind and not self.holds_many_logprobs:
             self._give_to(sink)
         self._wake()
 
@@ -288,12 +308,13 @@ class OpenRequest:
         A few large answers must not end the streams of other clients, so a request that holds few does not fail.
         """
         sampling = self.job.sampling
-        count = len(output.logprobs) * (1 + (sampling.logprobs or 0))
-        count += len(output.prompt_logprobs) * (1 + (sampling.prompt_logprobs or 0))
+        count = num_ids(output.ids) * (1 + (sampling.logprobs or 0)) if output.logprobs else 0
+        if output.prompt_logprobs is not None:
+            count += len(output.prompt_logprobs) * (1 + (sampling.prompt_logprobs or 0))
         self._held_logprobs += count
         self._logprobs.held += count
         if self._held_logprobs > MAX_LOGPROBS:
-            field = "prompt_logprobs" if output.prompt_logprobs else "logprobs"
+            field = "logprobs" if output.prompt_logprobs is None else "prompt_logprobs"
             text = f"{field} of this answer are more than {MAX_LOGPROBS}: ask for fewer at a time, or for a stream"
             self.fail(invalid_request(InvalidRequest(field, text), self.field_names(output.seq_id)))
         elif self._logprobs.held > MAX_LOGPROBS_IN_ALL and self._held_logprobs > SMALL_LOGPROBS:
@@ -319,11 +340,6 @@ class OpenRequest:
 
     def _is_complete(self) -> bool:
         return self._num_finished == len(self.seq_ids) and self._is_accepted()
-
-    def _has_prompt_logprobs(self) -> bool:
-        """Return True if a pending delta has log-probabilities of its prompt, which may take seconds to write."""
-        asked = self.job.sampling.prompt_logprobs is not None
-        return asked and any(delta.prompt_logprobs for delta in self._pending.values())
 
     def _give_to(self, sink: Sink) -> None:
         pending, self._pending = self._pending, {}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
 from minisgl.sampling_params import InvalidRequest
+from minisgl.server.api.answers.large_json import encode_large
 from minisgl.server.api.http.errors import ApiError, invalid, store_failed
 from minisgl.server.api.responses.body import Item, ResponsesBody
 from minisgl.server.api.responses.items import REFERENCE, kept_items
@@ -94,7 +96,8 @@ class History:
         async def keep(response: Response) -> Response:
             kept = msgspec.json.encode(kept_items(items, response.id.removeprefix(PREFIX)))
             previous = response.previous_response_id
-            entry = Entry(response.id, self.owner, previous, kept, msgspec.json.encode(response))
+            data = await asyncio.to_thread(encode_large, response)  # its log-probabilities may be many
+            entry = Entry(response.id, self.owner, previous, kept, data)
             try:
                 if await store.put(entry):
                     return response

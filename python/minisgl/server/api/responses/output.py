@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import msgspec
 
 from minisgl.parsers.streaming import CallArguments, CallStart, Content, Event, Reasoning
+from minisgl.server.api.answers.large_json import JsonList
 from minisgl.server.api.answers.logprob_forms import ChatLogprob
 from minisgl.server.api.responses.items import seal
 
@@ -136,7 +137,11 @@ class _OpenItem:
     index: int
     start: Event
     texts: list[str] = field(default_factory=list)
-    logprobs: list[ChatLogprob] = field(default_factory=list)
+    encoded_logprobs: JsonList = field(default_factory=JsonList)  # the last four events of a text repeat all of them
+
+    @property
+    def logprobs(self) -> list[ChatLogprob]:
+        return cast(list[ChatLogprob], self.encoded_logprobs)
 
     @property
     def text(self) -> str:
@@ -171,7 +176,7 @@ class Output:
         if item is None or isinstance(event, CallStart):
             return
         item.texts.append(event.text)
-        item.logprobs += logprobs
+        item.encoded_logprobs.add(logprobs)
         match event:
             case Content(text):
                 yield OutputTextDelta(self._next(), item.index, item.id, delta=text, logprobs=logprobs)

@@ -5,18 +5,19 @@ Specification: https://platform.openai.com/docs/api-reference/responses-streamin
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from typing import Any, ClassVar, Literal, TypeAlias, cast
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from msgspec.json import encode
 
 from minisgl.parsers.streaming import Content
 from minisgl.server.api.answers.answer import Usage, Writer, named_event, usage_of
-from minisgl.server.api.answers.logprob_forms import ChatLogprob, ChatLogprobs
+from minisgl.server.api.answers.large_json import encode_large
+from minisgl.server.api.answers.logprob_forms import chat_logprob
 from minisgl.server.api.answers.parsed_choice import ChatOptions, ParsedChoice
 from minisgl.server.api.http.errors import ApiError
 from minisgl.server.api.requests.open_request import Delta, OpenRequest
@@ -177,7 +178,7 @@ class ResponsesWriter(Writer):
         for _ in self._take(choices[0]):  # collects the items; the stream's events are not needed
             pass
         self._finish()
-        return encode(self._response)
+        return encode_large(self._response)
 
     # Both.
 
@@ -188,8 +189,8 @@ class ResponsesWriter(Writer):
         if shown is self._response:
             return last
         if self._last_event is None:
-            return encode(shown)
-        return named_event(msgspec.structs.replace(self._last_event, response=shown))
+            return await asyncio.to_thread(encode_large, shown)
+        return await asyncio.to_thread(named_event, msgspec.structs.replace(self._last_event, response=shown))
 
     def _take(self, delta: Delta) -> Iterator[StreamEvent]:
         assert self._choice is not None
@@ -198,11 +199,11 @@ class ResponsesWriter(Writer):
             before = self._choice.reasoning_tokens
             events = self._choice.take(piece)
             if self._choice.reasoning_tokens > before:
-                self._choice.take_logprobs()  # log-probabilities of reasoning and calls belong to no text
+                self._choice.take_positions()  # drops them: log-probabilities of reasoning and calls belong to no text
             for event in events:
-                logprobs = self._choice.take_logprobs()
-                found = [] if logprobs is None or not isinstance(event, Content) else _encoded(logprobs)
-                yield from self._output.take(event, found)
+                positions = self._choice.take_positions()
+                logprobs = list(map(chat_logprob, positions)) if isinstance(event, Content) else []
+                yield from self._output.take(event, logprobs)
         if delta.finish is not None:
             self._is_complete = delta.finish == "stop"
             yield from self._output.finish("completed" if self._is_complete else "incomplete")
@@ -228,8 +229,3 @@ class ResponsesWriter(Writer):
             OutputTokensDetails(reasoning_tokens),
             usage.total_tokens,
         )
-
-
-def _encoded(logprobs: ChatLogprobs) -> list[ChatLogprob]:
-    """Return log-probabilities as JSON: five events repeat them, the last four at the end of the text, all at once."""
-    return [cast(ChatLogprob, msgspec.Raw(encode(one))) for one in logprobs.content]

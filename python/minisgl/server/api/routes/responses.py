@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from functools import partial
 
@@ -14,6 +15,7 @@ from minisgl.message.to_api import Encoded
 from minisgl.message.to_tokenizer import ChatPrompt, Encode
 from minisgl.message.types import num_ids
 from minisgl.server.api.answers.answer import Answer
+from minisgl.server.api.answers.large_json import encode_large
 from minisgl.server.api.http.errors import ApiError, invalid
 from minisgl.server.api.http.gates import owner_of
 from minisgl.server.api.http.middleware import hold_bytes
@@ -84,7 +86,7 @@ class ResponsesRoutes(Routes):
         if running is not None and running.owner == history.owner:
             response = running.writer.cancel()
             self._service.client.abort(id)
-            return json_response(response)
+            return HttpResponse(await asyncio.to_thread(encode_large, response), media_type="application/json")
         await history.response(id)  # ApiError if there is none
         raise ApiError(400, f"the response {id:.80} has ended, so it cannot be cancelled", code="response_ended")
 
