@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -24,6 +25,7 @@ from hostile_grammars import DemoServer
 from measuring.server_process import exit_on_sigterm
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+JSON = {"content-type": "application/json"}
 HELLO = {"role": "user", "content": "hello"}
 WORKERS = ("minisgl.server.api.api_process:run", "minisgl.tokenizer.tokenizer_worker:run")
 SLOW_REGEX = "(((a{99}){99}){99}){2}"  # refused after 2 s
@@ -84,6 +86,19 @@ def references(url: str) -> str:
     return str(response(url, input=[item] * 200).status_code)
 
 
+def many_with_tools(url: str) -> str:
+    """Send 150 conversations at once, each with tools that the template writes for a tenth of a second."""
+    parameters = {"type": "object", "properties": {"a": {"type": "string"}}}
+    tools = [
+        {"type": "function", "function": {"name": f"f{i}", "description": "d", "parameters": parameters}}
+        for i in range(3300)
+    ]
+    body = json.dumps({"messages": [HELLO], "tools": tools, "max_tokens": 1}).encode()
+    with ThreadPoolExecutor(150) as pool:
+        answers = [pool.submit(httpx.post, url + CHAT, content=body, headers=JSON, timeout=300) for _ in range(150)]
+    return str({answer.result().status_code for answer in answers})
+
+
 def idle(_: str) -> str:
     time.sleep(1)
     return ""
@@ -111,6 +126,7 @@ def attacks() -> Iterator[tuple[str, Send]]:
     )
     yield "8,192 prompts with one slow grammar", post(COMPLETIONS, prompt=["a"] * 8192, guided_regex=SLOW_REGEX)
     yield "200 references to an item of 7.8 MB", references
+    yield "150 conversations with 3,300 tools", many_with_tools
     ids = [[7] * 3000] * 64
     yield "log-probabilities of 64 prompts", post(COMPLETIONS, prompt=ids, prompt_logprobs=20, max_tokens=1)
 

@@ -81,11 +81,18 @@ class Inbox(Generic[T]):
 
     def receive(self) -> T:
         """Wait for one message."""
-        return self._decoder.decode(self._socket.recv())
+        return self.decode(self.receive_data())
 
-    def receive_within(self, seconds: float) -> T | None:
-        """Wait so long for one message."""
-        return self.receive() if self._socket.poll(round(seconds * 1000)) else None
+    def receive_data(self) -> bytes:
+        """Wait for one message, and leave it encoded."""
+        return self._socket.recv()
+
+    def decode(self, data: bytes) -> T:
+        return self._decoder.decode(data)
+
+    def has_message(self, seconds: float) -> bool:
+        """Wait so long for a message; return True if there is one."""
+        return bool(self._socket.poll(round(seconds * 1000)))
 
     def fileno(self) -> int:
         """Return a descriptor that becomes readable once for new messages: `drain` to the end before waiting again."""
@@ -93,12 +100,15 @@ class Inbox(Generic[T]):
 
     def drain(self) -> Iterator[T]:
         """Yield the messages that have arrived, without waiting."""
+        return map(self.decode, self.drain_data())
+
+    def drain_data(self) -> Iterator[bytes]:
+        """Yield the messages that have arrived, encoded."""
         while True:
             try:
-                data = self._socket.recv(zmq.NOBLOCK)
+                yield self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            yield self._decoder.decode(data)
 
 
 class Sender(Protocol[T_contra]):

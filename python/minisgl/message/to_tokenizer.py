@@ -56,7 +56,7 @@ class GenerateOptions(msgspec.Struct, frozen=True):
     fewer_tokens: bool = False  # if the context is too short for max_tokens, generate fewer; False: refuse
     echo: bool = False  # the answer has the prompt's text as well
     cache_salt: str = ""  # prefixes are shared only between requests with the same salt
-    client: str = ""  # identifies the client (not its key), so that clients take turns at checks of grammars
+    client: str = ""  # identifies the client (not its key), so that clients take turns in the tokenizer worker
 
 
 class Generate(GenerateOptions, frozen=True, kw_only=True, tag=True):

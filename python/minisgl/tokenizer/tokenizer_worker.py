@@ -1,16 +1,19 @@
 """Tokenizer worker: sends prompts as token ids to the scheduler, and refusals and prompt ids to the API server.
 
-Messages are handled in the order in which they came, so an abort cannot overtake its request. Only a request with a new
-grammar may wait here, until a process has checked the grammar; later requests overtake it.
+Clients take turns: prompts and queries wait here until it is their client's. A request with a new grammar waits until a
+process has checked the grammar; later requests overtake it. Other messages are handled as they come. An abort cannot
+overtake its request, because it also removes what waits.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import msgspec
 import zmq
 
 from minisgl.limits import Limits
@@ -27,11 +30,42 @@ from minisgl.structured_output.validator import GrammarValidator, PendingCheck
 from minisgl.tokenizer.admission import Admission, admit, check_vocabulary, prompt_field, prompt_text
 from minisgl.tokenizer.folder import chat_templates, load_tokenizer_config, model_parsers, special_tokens
 from minisgl.tokenizer.text import TextTokenizer
+from minisgl.tokenizer.turns import Turns
 
 logger = logging.getLogger(__name__)
 
 MAX_CHARS_TO_ENCODE = 1_000_000  # per query; encoding takes half a second, in which no other prompt is encoded
+QUERIES = ""  # stands for the clients of all queries, which do not name theirs
 CHECK_INTERVAL = 0.002  # seconds between polls of the grammars that are being checked, if there are any
+
+
+class GenerateHead(msgspec.Struct, frozen=True, tag="Generate"):
+    """Part of a Generate by which it waits for its turn."""
+
+    seq_ids: list[int]
+    client: str = ""
+
+
+class QueryHead(msgspec.Struct, frozen=True):
+    """Part of a query that the worker answers itself."""
+
+    query_id: int
+
+
+class EncodeHead(QueryHead, frozen=True, tag="Encode"): ...
+
+
+class DecodeHead(QueryHead, frozen=True, tag="Decode"): ...
+
+
+class DescribeHead(QueryHead, frozen=True, tag="Describe"): ...
+
+
+# Waiting messages stay encoded, because their objects take up to ten times the memory.
+Head: TypeAlias = (
+    GenerateHead | EncodeHead | DecodeHead | DescribeHead | Abort | StatsRequest | FlushCache | StateRequest
+)
+_HEADS: msgspec.msgpack.Decoder[Head] = msgspec.msgpack.Decoder(Head)
 
 
 def run(worker: Worker) -> None:
@@ -52,28 +86,47 @@ def run(worker: Worker) -> None:
     api: Outbox[ToApi] = Outbox(context, worker.addresses.api)
     scheduler: Outbox[ToScheduler] = Outbox(context, worker.addresses.scheduler)
     pending = PendingAdmissions(api, scheduler)
+    turns: Turns[bytes] = Turns()  # encoded messages
     limits = worker.ready()
     while True:
-        message = inbox.receive_within(CHECK_INTERVAL) if pending.num_sequences else inbox.receive()
+        for data in arrived(inbox, is_busy=len(turns) > 0, checks=pending.num_sequences > 0):
+            match _HEADS.decode(data):
+                case GenerateHead(seq_ids, client):
+                    turns.add(seq_ids[0], client, data)
+                case QueryHead(query):
+                    turns.add(-query, QUERIES, data)
+                case Abort(seq_ids) as abort:
+                    turns.remove(seq_ids)
+                    pending.drop(seq_ids)
+                    scheduler.send(abort)
+                case StatsRequest(query):
+                    counts = {"waiting": len(turns), "sequences": pending.num_sequences}
+                    scheduler.send(StatsRequest(query, [ProcessCounts(f"tokenizer-{worker.index}", counts)]))
+                case (FlushCache() | StateRequest()) as message:
+                    scheduler.send(message)
         grammars.poll()
         pending.release()
-        match message:
-            case None:
-                pass
-            case Generate():
-                pending.add(admit(message, tokenizer, limits, grammars))
-            case Abort(seq_ids):
-                pending.drop(seq_ids)
-                scheduler.send(message)
-            case StatsRequest(query):
-                counts = ProcessCounts(f"tokenizer-{worker.index}", {"sequences": pending.num_sequences})
-                scheduler.send(StatsRequest(query, [counts]))
-            case FlushCache() | StateRequest():
-                scheduler.send(message)
-            case Encode() | Decode():
-                api.send(reply_to(message, tokenizer, limits))
+        if not turns:
+            continue
+        client, data = turns.next()
+        begin = time.perf_counter()  # not the thread's time: `tokenizers` has threads of its own
+        match inbox.decode(data):
+            case Generate() as request:
+                pending.add(admit(request, tokenizer, limits, grammars))
+            case (Encode() | Decode()) as question:
+                api.send(reply_to(question, tokenizer, limits))
             case Describe(query):
                 api.send(Described(query, describe(folder, worker.config.source.chat_template)))
+        turns.charge(client, time.perf_counter() - begin)
+
+
+def arrived(inbox: Inbox[ToTokenizer], *, is_busy: bool, checks: bool) -> Iterator[bytes]:
+    """Yield the messages that have come. Wait for one if the worker is not busy, but not for long if grammars do."""
+    if not is_busy:
+        if checks and not inbox.has_message(CHECK_INTERVAL):
+            return
+        yield inbox.receive_data()
+    yield from inbox.drain_data()
 
 
 class PendingAdmissions:

@@ -1,0 +1,75 @@
+"""Clients take turns, by the time that they have used."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minisgl.tokenizer.turns import Turns
+
+
+def handle(turns: Turns[int], seconds: dict[str, float], count: int) -> list[tuple[str, int]]:
+    """Handle so many items, each of which takes its client's seconds."""
+    handled = []
+    for _ in range(count):
+        client, item = turns.next()
+        handled.append((client, item))
+        turns.charge(client, seconds[client])
+    return handled
+
+
+def test_one_who_comes_waits_for_one_item_of_another_client() -> None:
+    turns: Turns[int] = Turns()
+    for key in range(1000):
+        turns.add(key, "hostile", key)
+    assert handle(turns, {"hostile": 2.0}, 5) == [("hostile", key) for key in range(5)]
+    for key in (2000, 2001, 2002):
+        turns.add(key, "honest", key)
+    seconds = {"hostile": 2.0, "honest": 0.001}
+    order = handle(turns, seconds, 4)
+    assert [item for client, item in order if client == "honest"] == [2000, 2001, 2002]
+    assert order.count(("hostile", 5)) == 1
+
+
+def test_time_is_shared_evenly_and_idleness_earns_nothing() -> None:
+    turns: Turns[int] = Turns()
+    keys = iter(range(10**6))
+    for _ in range(300):
+        turns.add(next(keys), "a", 0)
+    handle(turns, {"a": 1.0}, 200)
+    for _ in range(100):
+        turns.add(next(keys), "b", 0)
+    order = [client for client, _ in handle(turns, {"a": 1.0, "b": 1.0}, 100)]
+    assert Counter(order) == {"a": 50, "b": 50}
+
+
+def test_removed_items_are_not_handled_and_nothing_is_left() -> None:
+    turns: Turns[int] = Turns()
+    for key in range(10):
+        turns.add(key, "ab"[key % 2], key)
+    turns.remove([0, 3, 3, 99, 9])
+    assert len(turns) == 7
+    handled = {item for _, item in handle(turns, {"a": 1.0, "b": 0.5}, 7)}
+    assert handled == {1, 2, 4, 5, 6, 7, 8}
+    assert len(turns) == 0
+    assert not turns._seconds
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 5)), max_size=60), st.sets(st.integers(0, 60)))
+def test_each_clients_items_keep_their_order(items: list[tuple[str, float]], removed: set[int]) -> None:
+    turns: Turns[int] = Turns()
+    for key, (client, _) in enumerate(items):
+        turns.add(key, client, key)
+    turns.remove(removed)
+    handled = []
+    while turns:
+        client, key = turns.next()
+        assert items[key][0] == client
+        handled.append(key)
+        turns.charge(client, items[key][1])
+    assert sorted(handled) == [key for key in range(len(items)) if key not in removed]
+    for client in "abc":
+        own = [key for key in handled if items[key][0] == client]
+        assert own == sorted(own)
