@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from measuring.arguments import integers
+from measuring.arguments import check_gpus, integers
 from measuring.report import table
 from minisgl.distributed.nccl import NcclTP
 
@@ -96,6 +96,7 @@ def main() -> None:
     )
     parser.add_argument("--algorithms", action="store_true", help="time one-shot and two-shot at every size too")
     args = parser.parse_args()
+    check_gpus(args.ranks)
     with tempfile.TemporaryDirectory() as folder:
         meeting = f"file://{Path(folder) / 'rendezvous'}"
         processes = multiprocessing.get_context("spawn")
@@ -107,6 +108,8 @@ def main() -> None:
             one.start()
         for one in ranks:
             one.join()
+        if any(one.exitcode for one in ranks):
+            raise SystemExit("a rank failed")
 
 
 if __name__ == "__main__":

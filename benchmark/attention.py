@@ -14,13 +14,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 import torch
 
 from kernel_times import DEVICE, Case, copy_speed, microseconds
-from measuring.arguments import make_parser
+from measuring.arguments import check_gpus, make_parser
 from measuring.report import table
 from minisgl.attention.backend_choice import CANDIDATES, make_backend
 from minisgl.attention.base import (
@@ -31,13 +31,15 @@ from minisgl.attention.base import (
     GraphedDecode,
     PlansDecodes,
 )
-from minisgl.attention.fused import FusedDecode, FusedRows
 from minisgl.attention.self_test import ROLES
 from minisgl.config.engine import KVCacheDtype
 from minisgl.core import Int32Array
 from minisgl.kernel.base import Heads, Norm
 from minisgl.kvcache.layout import KVLayout
 from minisgl.kvcache.pool import KVPool
+
+if TYPE_CHECKING:  # needs CUDA's packages
+    from minisgl.attention.fused import FusedRows
 
 DECODES = [
     *("1x640", "8x640", "64x640", "256x300", "256x840", "256x2000"),
@@ -96,6 +98,8 @@ def decodes(spec: AttentionSpec, text: str) -> Iterator[Case]:
     for name in names(spec):
         run: Callable[[int], object]
         if name == "fused":
+            from minisgl.attention.fused import FusedDecode  # needs CUDA's packages
+
             norm = Norm(torch.ones(head_dim, dtype=spec.dtype, device=DEVICE), 1e-6)
             angles = torch.rand(context + 1, head_dim // 2, device=DEVICE)
             cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
@@ -189,6 +193,7 @@ def main() -> None:
     )
     parser.add_argument("--only", choices=("decode", "prefill", "planning"), help="part to measure instead of all")
     args = parser.parse_args()
+    check_gpus()
     torch.manual_seed(0)
     speed = copy_speed()
     print(f"{torch.cuda.get_device_name()}: a copy moves {speed / 1e6:.2f} TB/s")

@@ -12,25 +12,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from measuring.arguments import make_parser
+from measuring.arguments import check_gpus, make_parser
 from measuring.report import table
 from measuring.shapes import SHAPES
 from minisgl.attention.backends.page_kernels import PageList, PageUpcaster, flatten_pages, make_flattener
 from minisgl.attention.base import AttentionSpec
-from minisgl.engine.sampling.cuda_sampler import CudaSampler
 from minisgl.engine.sampling.sampler import Sampler, TorchSampler
 from minisgl.engine.state import SlotState
 from minisgl.kernel.base import Heads, Mixture, Norm, Ops, Routing, Weight
-from minisgl.kernel.cuda_ops import CudaOps
 from minisgl.kernel.torch_ops import TorchOps, activate_and_mul
 from minisgl.kvcache.layout import KVLayout
 from minisgl.kvcache.pool import KVPool
 from minisgl.quantization.expert_layout import PackedExperts
 from minisgl.quantization.levels import Kind, LevelFormat, Levels
 from minisgl.sampling_params import SamplingFlags, SamplingParams
+
+if TYPE_CHECKING:  # needs CUDA's packages
+    from minisgl.kernel.cuda_ops import CudaOps
 
 DEVICE = torch.device("cuda", 0)
 HEAD_DIM = 128  # size of a head in all shapes
@@ -90,6 +92,12 @@ def copy_speed() -> float:
     return case.bytes / microseconds(case, 10)
 
 
+def cuda_ops() -> CudaOps:
+    from minisgl.kernel.cuda_ops import CudaOps  # needs CUDA's packages
+
+    return CudaOps(DEVICE)
+
+
 def _peaked_logits(rows: int, vocab: int) -> torch.Tensor:
     """Return logits like those of a trained model: a few large ones, and all others far below."""
     logits = torch.randn(rows, vocab, device=DEVICE) * 2.5
@@ -108,6 +116,8 @@ def sampling() -> Iterator[Case]:
         "masked": (0.6, 20, 0.95),
         "penalties": (0.6, 20, 0.95),
     }
+    from minisgl.engine.sampling.cuda_sampler import CudaSampler  # needs CUDA's packages
+
     samplers: dict[str, Sampler] = {"csrc": CudaSampler(DEVICE), "torch": TorchSampler()}
     for rows in (1, 64, 256):
         for spread, logits in (
@@ -155,7 +165,7 @@ def moe() -> Iterator[Case]:
         )
         for _ in range(2)
     ]
-    all_ops: dict[str, Ops] = {"csrc": CudaOps(DEVICE), "torch": TorchOps()}
+    all_ops: dict[str, Ops] = {"csrc": cuda_ops(), "torch": TorchOps()}
     for tokens in (1, 8, 64, 256, 512, 4096):
         x = torch.randn(tokens, hidden, device=DEVICE).to(torch.bfloat16)
         scores = [torch.randn(tokens, experts, device=DEVICE).to(torch.bfloat16) for _ in range(8)]
@@ -175,7 +185,7 @@ def moe() -> Iterator[Case]:
 def products() -> Iterator[Case]:
     """Time the products of a layer, with norm, gate and residual. Bytes are those of weights and of rows in and out."""
     layers = {"Qwen3-0.6B": (1024, 2048, 4096, 3072), "Qwen3-14B": (5120, 5120, 7168, 17408)}
-    all_ops: dict[str, Ops] = {"csrc": CudaOps(DEVICE), "torch": TorchOps()}
+    all_ops: dict[str, Ops] = {"csrc": cuda_ops(), "torch": TorchOps()}
     for model, (hidden, attended, qkv, intermediate) in layers.items():
         for label, outputs, size in (
             ("qkv", qkv, hidden),
@@ -213,7 +223,7 @@ def products() -> Iterator[Case]:
 
 def quantized() -> Iterator[Case]:
     """Time the products of a layer of Qwen3-8B with quantized weights, with norm, gate and residual."""
-    ops = CudaOps(DEVICE)
+    ops = cuda_ops()
     norm = Norm(torch.ones(4096, device=DEVICE, dtype=torch.bfloat16), 1e-6)
     layer = (("qkv", 6144, 4096), ("o", 4096, 4096), ("gate and up", 24576, 4096), ("down", 4096, 12288))
     for label, outputs, size in layer:
@@ -247,7 +257,7 @@ def quantized_layers() -> Iterator[Case]:
 
     Bytes are those of the weights without their scales.
     """
-    ops = CudaOps(DEVICE)
+    ops = cuda_ops()
     for model in ("8b", "14b", "32b"):
         shape = SHAPES[model]
         attended, kept = (heads * HEAD_DIM for heads in (shape.heads, shape.kv_heads))
@@ -299,7 +309,7 @@ def same_each_time(work: Callable[..., object], *args: object, **options: object
 
 def experts() -> Iterator[Case]:
     """Time quantized experts of a layer. Bytes: the chosen experts' weights, tokens in and out."""
-    ops = CudaOps(DEVICE)
+    ops = cuda_ops()
     layers: tuple[tuple[str, Kind, int, int, int, int, int], ...] = (
         ("gpt-oss-20b", "mxfp4", 32, 32, 4, 2880, 2880),
         ("Qwen3-30B-A3B", "fp8", 128, 128, 8, 2048, 768),
@@ -332,7 +342,7 @@ def experts() -> Iterator[Case]:
 
 def between() -> Iterator[Case]:
     """Time the kernels between products and attention. A few tokens are in the L2 cache, as they are in a step."""
-    csrc = CudaOps(DEVICE)
+    csrc = cuda_ops()
     all_ops: dict[str, tuple[Ops, Callable[..., object]]] = {
         "csrc": (csrc, csrc.activate_and_mul),
         "torch": (TorchOps(), activate_and_mul),
@@ -369,7 +379,7 @@ def between() -> Iterator[Case]:
 def pages() -> Iterator[Case]:
     """Time page metadata of a step, and the upcast of FP8 pages for a backend that reads 16 bits."""
     all_ops: dict[str, tuple[Ops, Callable[..., object]]] = {
-        "csrc": (CudaOps(DEVICE), make_flattener(DEVICE)),
+        "csrc": (cuda_ops(), make_flattener(DEVICE)),
         "torch": (TorchOps(), flatten_pages),
     }
     spec = AttentionSpec(16, 8, 128, 64, torch.bfloat16, fp8_kv=True)
@@ -414,6 +424,7 @@ def main() -> None:
     parser.add_argument("--only", choices=SUITES, help="suite to measure instead of all")
     parser.add_argument("--calls", type=int, default=20, metavar="N", help="calls in one graph")
     args = parser.parse_args()
+    check_gpus()
     torch.manual_seed(0)
     speed = copy_speed()
     print(f"{torch.cuda.get_device_name()}: a copy moves {speed / 1e6:.2f} TB/s")

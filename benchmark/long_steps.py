@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from measuring.arguments import integers
+from measuring.arguments import check_gpus, integers
 from measuring.report import table
 from measuring.shapes import SHAPES, make_shape
 from minisgl.config import ServerConfig
@@ -184,6 +184,7 @@ def main() -> None:
     )
     parser.add_argument("--runs", type=int, default=7, metavar="N", help="turns of each way (default: 7)")
     args = parser.parse_args()
+    check_gpus(args.ranks)
     processes = multiprocessing.get_context("spawn")
     for name in args.shapes.split(","):
         with tempfile.TemporaryDirectory() as folder:

@@ -26,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from measuring.arguments import (
     add_engine_arguments,
     add_output_arguments,
+    check_gpus,
     engine_options,
     integers,
     make_parser,
@@ -248,8 +249,7 @@ def main() -> None:
     add_output_arguments(parser)
     args = parser.parse_args()
     output = output_of(args)
-    if not torch.cuda.is_available():
-        parser.error("steps are measured on a GPU, and there is none")
+    check_gpus()
     timelines = []
     with model_folder_of(args) as folder:
         engine = MinisglEngine(engine_options(args, folder, args.prompt + 1100, rows=max(args.batch_sizes)))

@@ -213,6 +213,15 @@ def add_peer_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_gpus(count: int = 1) -> None:
+    """SystemExit if torch finds fewer GPUs."""
+    import torch  # not needed by the scripts that only send requests
+
+    if (found := torch.cuda.device_count()) < count:
+        wanted = "a GPU" if count == 1 else f"{count} GPUs"
+        raise SystemExit(f"this measures {wanted}, and torch finds {found or 'none'}")
+
+
 @contextmanager
 def model_folder_of(args: argparse.Namespace) -> Iterator[Path]:
     """Yield the folder of --model or --shape; a shape's lasts as long as the block."""

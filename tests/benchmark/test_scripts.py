@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shlex
 import subprocess
 import sys
@@ -14,7 +16,7 @@ import pytest
 from measuring.shapes import SHAPES, make_shape, read_vocab_size
 
 SCRIPTS = Path(__file__).parents[2] / "benchmark"
-NEED_CUDA_PACKAGES = {"attention", "kernel_times"}
+NEED_GPUS = ["all_reduce", "attention", "kernel_times", "long_steps", "timeline"]
 WITH_JSON = {
     "offline",
     "latency",
@@ -208,12 +210,20 @@ def test_simulate(tmp_path: Path):
     assert {tuple(found) for found in results.values()} == {("prefill-first", "mixed:0:512", "mixed")}
 
 
-@pytest.mark.parametrize("script", sorted({path.stem for path in SCRIPTS.glob("*.py")} - NEED_CUDA_PACKAGES))
+@pytest.mark.parametrize("script", sorted(path.stem for path in SCRIPTS.glob("*.py")))
 def test_help(script: str):
     done = subprocess.run([sys.executable, str(SCRIPTS / f"{script}.py"), "--help"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "usage:" in done.stdout
     assert "--json" in done.stdout or script not in WITH_JSON
+
+
+@pytest.mark.parametrize("script", NEED_GPUS)
+def test_a_script_for_gpus_says_that_there_is_none(script: str):
+    command = [sys.executable, str(SCRIPTS / f"{script}.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 1
+    assert re.fullmatch(r"this measures (a GPU|\d GPUs), and torch finds none\n", done.stderr)
 
 
 @pytest.mark.parametrize(
