@@ -30,8 +30,12 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
     """Shows the default after each flag that has one, and the description as it was written."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        has_default = action.default is not None and action.default is not False and action.default not in ((), [])
-        return super()._get_help_string(action) if has_default else action.help
+        if action.default is None or action.default is False or action.default in ((), []):
+            return action.help
+        if isinstance(action.default, tuple | list):  # as they are written: with commas, or several words
+            written = (" " if action.nargs else ",").join(map(str, action.default))
+            return f"{action.help} (default: {written})"
+        return super()._get_help_string(action)
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
