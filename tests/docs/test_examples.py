@@ -5,10 +5,13 @@ from __future__ import annotations
 import io
 import re
 from contextlib import redirect_stdout
+from importlib import import_module
 from pathlib import Path
 from types import CodeType
 
 import pytest
+
+from minisgl.attention.base import AttentionBackend
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted(DOCS.glob("[0-9]-*.md"))
@@ -51,6 +54,8 @@ def test_the_backend_of_its_page_computes_what_it_should(tmp_path: Path, monkeyp
     module, *_, self_test = EXAMPLE.finditer((DOCS / "extending" / "backend.md").read_text(encoding="utf-8"))
     (tmp_path / "dense.py").write_text(module["program"])
     monkeypatch.syspath_prepend(tmp_path)
+    names = {name for name in vars(AttentionBackend) if not name.startswith("_")}
+    assert names <= vars(import_module("dense").DenseAttention).keys()
     assert printed_by(f"from dense import DenseAttention\n{self_test['program']}") == lines(self_test["output"])
 
 
