@@ -111,6 +111,7 @@ def plot_searches(path: Path, searches: Sequence[Search]) -> None:
     """
     workloads = list(dict.fromkeys(search.workload for search in searches))
     servers = list(dict.fromkeys(search.server for search in searches))
+    ticker: Any = importlib.import_module("matplotlib.ticker")
     with _grid(path, len(workloads), 3) as rows:
         for workload, (share, ttft, tpot) in zip(workloads, rows, strict=True):
             of_workload = [search for search in searches if search.workload == workload]
@@ -143,7 +144,7 @@ def plot_searches(path: Path, searches: Sequence[Search]) -> None:
             tpot.axhline(rules.slo.tpot_ms, color="gray", linestyle=":")
             for axis in (ttft, tpot):
                 axis.yaxis.set_major_formatter("{x:g}")
-                axis.yaxis.set_minor_formatter("{x:g}")
+                axis.yaxis.set_minor_formatter(ticker.LogFormatter(minor_thresholds=(2.5, 0.5)))  # few on long axes
             for axis in (share, ttft, tpot):
                 axis.set(xlabel="requests/s", xlim=(0, 1.05 * highest))
                 axis.legend(fontsize=7)
