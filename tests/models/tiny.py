@@ -226,6 +226,9 @@ def make_model(kind: str, **changes: Any) -> Any:
     config_name = f"{family}TextConfig" if has_vision else f"{family}Config"
     config = getattr(transformers, config_name)(**copy.deepcopy({**SHAPE, **extra, **changes}))
     model = getattr(transformers, f"{family}ForCausalLM")(config)
+    if family == "GptOss":
+        for layer in model.model.layers:  # before its version 5.19, transformers clamps at 7 whatever the config says
+            layer.mlp.experts.limit = config.swiglu_limit
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:  # ones would hide a norm that is left out or put in the wrong place
