@@ -45,6 +45,39 @@ def test_time_is_shared_evenly_and_idleness_earns_nothing() -> None:
     assert Counter(order) == {"a": 50, "b": 50}
 
 
+def test_one_prompt_after_the_other_takes_no_more_than_many_at_once() -> None:
+    """A client that sends its next prompt when the last one is done must not start anew each time."""
+    turns: Turns[int] = Turns()
+    keys = iter(range(10**6))
+    turns.add(next(keys), "slow", 0)
+    handle(turns, {"slow": 2.0}, 1)
+    for _ in range(1000):
+        turns.add(next(keys), "fast", 0)
+    turns.add(next(keys), "slow", 0)
+    handled = []
+    while turns:
+        client, _ = turns.next()
+        turns.charge(client, {"slow": 2.0, "fast": 0.001}[client])
+        handled.append(client)
+        if client == "slow" and handled.count("fast") < 1000:
+            turns.add(next(keys), "slow", 0)
+    assert handled.count("fast") == 1000
+    assert handled.count("slow") == 2
+
+
+def test_clients_that_have_left_are_forgotten_once_the_others_have_used_as_much() -> None:
+    turns: Turns[int] = Turns()
+    keys = iter(range(10**6))
+    for _ in range(300):
+        turns.add(next(keys), "steady", 0)
+    for guest in range(200):
+        turns.add(next(keys), f"guest {guest}", 0)
+        for _ in range(2):
+            client, _ = turns.next()
+            turns.charge(client, 1.0 if client == "steady" else 3.0)
+        assert len(turns._seconds) < 10
+
+
 def test_removed_items_are_not_handled_and_nothing_is_left() -> None:
     turns: Turns[int] = Turns()
     for key in range(10):

@@ -18,15 +18,18 @@ class Turns(Generic[T]):
     def __init__(self) -> None:
         self._waiting: dict[str, dict[int, T]] = {}  # by client that has any, in order of arrival
         self._clients: dict[int, str] = {}  # client of each waiting item
-        self._seconds: dict[str, float] = {}  # time used by each client that has a waiting item, or the last turn
+        self._least = 0.0  # time that the client of the last turn had used before it; no waiting client has used less
+        # Time used by each client, as long as it is not below the least: who sends a prompt after the other would
+        # otherwise start anew with each.
+        self._seconds: dict[str, float] = {}
 
     def __len__(self) -> int:
         """Return the number of waiting items."""
         return len(self._clients)
 
     def add(self, key: int, client: str, item: T) -> None:
-        """Add an item. A client without others starts with the least time of all: it earns nothing by idleness."""
-        self._seconds.setdefault(client, min(self._seconds.values(), default=0.0))
+        """Add an item. A client starts with the least time of all: it earns nothing by idleness."""
+        self._seconds[client] = max(self._seconds.get(client, 0.0), self._least)
         self._waiting.setdefault(client, {})[key] = item
         self._clients[key] = client
 
@@ -34,19 +37,21 @@ class Turns(Generic[T]):
         """Remove the items that still wait under these keys."""
         for key in keys:
             if key in self._clients:
-                client = self._clients[key]
-                self._take(client, key)
-                self._forget(client)
+                self._take(self._clients[key], key)
 
     def next(self) -> tuple[str, T]:
         """Return the client whose turn it is and its oldest item, which must be charged afterwards."""
         client = min(self._waiting, key=self._seconds.__getitem__)
+        self._least = least = self._seconds[client]
+        self._seconds = {other: used for other, used in self._seconds.items() if used >= least}
         return client, self._take(client, next(iter(self._waiting[client])))
 
     def charge(self, client: str, seconds: float) -> None:
-        """Record the time that the client's item has taken."""
+        """Record the time that the client's item has taken. Once nobody waits, all start anew."""
         self._seconds[client] += seconds
-        self._forget(client)
+        if not self._waiting:
+            self._seconds.clear()
+            self._least = 0.0
 
     def _take(self, client: str, key: int) -> T:
         del self._clients[key]
@@ -54,8 +59,3 @@ class Turns(Generic[T]):
         if not self._waiting[client]:
             del self._waiting[client]
         return item
-
-    def _forget(self, client: str) -> None:
-        """Forget the time of a client that has nothing here any more."""
-        if client not in self._waiting:
-            self._seconds.pop(client, None)
