@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from pydantic_core import from_json
 
 from minisgl.config import HttpConfig
 from minisgl.message.to_tokenizer import Generate
+from minisgl.server.api.answers import answer
 from minisgl.server.api.api_process import COLLECT_AFTER
 from minisgl.server.api.bodies.read_body import MAX_ITEMS, MAX_VALUES, BodyScan, check_numbers
 from minisgl.server.api.http.errors import ApiError
@@ -204,6 +206,39 @@ def test_log_probabilities_that_a_client_reads_late_do_not_stop_other_streams(
     assert data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
     client.leave()
     assert 0 < turns.of(server) < LONGEST_TURN
+
+
+@pytest.fixture
+def large_writer_is_busy() -> Iterator[None]:
+    """Keep the thread that writes large answers busy, as the largest one may do for 20 s."""
+    may_end = threading.Event()
+    running = answer._LARGE_WRITER_THREAD.submit(may_end.wait)
+    yield
+    may_end.set()
+    running.result()
+
+
+@pytest.mark.usefixtures("large_writer_is_busy")
+def test_an_answer_does_not_wait_for_larger_ones(start_server: Callable[..., RunningServer]) -> None:
+    server = start_server(tick=0.0)
+    body = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20, "max_tokens": 300}
+    choice = server.post(CHAT, json=body).json()["choices"][0]
+    assert len(choice["logprobs"]["content"]) == 300
+
+
+def test_a_streamed_response_waits_for_no_thread_before_its_end(start_server: Callable[..., RunningServer]) -> None:
+    """Only its last events repeat its log-probabilities. The threads are busy with the answers of others."""
+    server = start_server(tick=0.0)
+    body = {"input": "a", "include": ["message.output_text.logprobs"], "top_logprobs": 20, "max_output_tokens": 4000}
+    may_end = threading.Event()
+    try:
+        for thread in (answer._WRITER_THREAD, answer._LARGE_WRITER_THREAD):
+            thread.submit(may_end.wait)
+        with server.stream(RESPONSES, json=body | {"stream": True}) as response:
+            deltas = (line for line in response.iter_lines() if line == "event: response.output_text.delta")
+            assert len(list(islice(deltas, 1000))) == 1000
+    finally:
+        may_end.set()
 
 
 def test_a_streamed_response_that_repeats_many_log_probabilities_does_not_stop_other_streams(

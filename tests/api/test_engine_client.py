@@ -64,6 +64,7 @@ class Reader:
 
     def __init__(self, *, keeps_logprobs: bool = False) -> None:
         self.keeps_logprobs = keeps_logprobs
+        self.repeats_logprobs = False
         self.taken: list[list[tuple[int, str, str | None]]] = []
         self.not_behind = asyncio.Event()
         self.not_behind.set()
@@ -82,7 +83,7 @@ class Reader:
         if self.taken[-1][0][1] == "bug":
             raise ValueError("what a writer of events may raise")
 
-    async def take_in_thread(self, deltas: Iterable[Delta]) -> None:
+    async def take_in_thread(self, deltas: Iterable[Delta], num_logprobs: int) -> None:
         self.in_thread.append([len([*delta.prompt_logprobs, *delta.logprobs]) for delta in deltas])
         self.taking.set()
         await self.may_end.wait()

@@ -21,12 +21,15 @@ from minisgl.server.api.answers.large_json import encode_large
 from minisgl.server.api.http.connection import StreamBody, slices_of, stream_body_of
 from minisgl.server.api.http.errors import ApiError, internal_error
 from minisgl.server.api.requests.engine_client import EngineClient
-from minisgl.server.api.requests.open_request import ClientGone, Delta, Job, OpenRequest
+from minisgl.server.api.requests.open_request import SMALL_LOGPROBS, ClientGone, Delta, Job, OpenRequest
 
 logger = logging.getLogger(__name__)
 
-# Writes what would hold the event loop up. One thread for all: each more would also compete with the loop for the GIL.
+LARGE_LOGPROBS = 2**17  # written in 0.2 s; the most that a request may have take 20 s
+# Threads that write what would hold the event loop up. Each competes with the loop for the GIL, so there are only two:
+# no answer waits for larger ones.
 _WRITER_THREAD = ThreadPoolExecutor(1, "answer-writer")
+_LARGE_WRITER_THREAD = ThreadPoolExecutor(1, "large-answer-writer")
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache, no-store"),
@@ -55,7 +58,8 @@ class Writer(ABC):
 
     stream_end: ClassVar[bytes] = b"data: [DONE]\n\n"
     in_thread: ClassVar[bool] = False  # True if `body` always takes so long that it must run in a thread
-    keeps_logprobs: ClassVar[bool] = False  # True if later events of a stream repeat its log-probabilities
+    keeps_logprobs: ClassVar[bool] = False  # True if the last events of a stream repeat its log-probabilities
+    repeats_logprobs: ClassVar[bool] = False  # True if each event of a stream repeats those of all before it
     id: str  # id of the answer
 
     def begin(self, request: OpenRequest) -> None:
@@ -105,9 +109,12 @@ def named_event(data: msgspec.Struct) -> bytes:
     return encode_large(data, f"event: {data.__struct_config__.tag}\ndata: ".encode(), b"\n\n")
 
 
-async def _written(write: Callable[[], bytes], *, takes_long: bool) -> bytes:
-    """Return what `write` returns, which runs in the thread if it takes long."""
-    return await asyncio.get_running_loop().run_in_executor(_WRITER_THREAD, write) if takes_long else write()
+async def _written(write: Callable[[], bytes], num_logprobs: int, *, in_thread: bool = False) -> bytes:
+    """Return what `write` returns: so many log-probabilities, which are written in a thread if they are many."""
+    if num_logprobs <= SMALL_LOGPROBS and not in_thread:
+        return write()
+    thread = _LARGE_WRITER_THREAD if num_logprobs > LARGE_LOGPROBS else _WRITER_THREAD
+    return await asyncio.get_running_loop().run_in_executor(thread, write)
 
 
 class EventStream:
@@ -122,6 +129,10 @@ class EventStream:
         return self._writer.keeps_logprobs
 
     @property
+    def repeats_logprobs(self) -> bool:
+        return self._writer.repeats_logprobs
+
+    @property
     def is_behind(self) -> bool:
         return self._body.is_behind
 
@@ -132,8 +143,8 @@ class EventStream:
         if data := self._events(deltas):
             self._body.write(data)
 
-    async def take_in_thread(self, deltas: Iterable[Delta]) -> None:
-        if data := await _written(lambda: self._events(deltas), takes_long=True):
+    async def take_in_thread(self, deltas: Iterable[Delta], num_logprobs: int) -> None:
+        if data := await _written(lambda: self._events(deltas), num_logprobs, in_thread=True):
             await self._body.write_large(data)
 
     def _events(self, deltas: Iterable[Delta]) -> bytes:
@@ -151,7 +162,7 @@ class Answer:
         self._writer = writer
         self._stream = stream
         self._started = False  # the status line has been sent
-        self._takes_long = False  # to write the end of a stream
+        self._num_logprobs = 0  # that the request held at its end, which the end of a stream may repeat
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request: OpenRequest | None = None
@@ -163,7 +174,7 @@ class Answer:
                     await (self._send_stream if self._stream else self._send_body)(request, scope, send)
                 finally:
                     watcher.cancel()
-                    self._takes_long = request.holds_many_logprobs  # no longer, once `request` is closed
+                    self._num_logprobs = request.num_logprobs  # none any more, once `request` is closed
         except (ClientGone, OSError):  # servers of ASGI 2.4 raise OSError from send
             return
         except ApiError as error:
@@ -191,7 +202,7 @@ class Answer:
             body.write(data)
         await request.stream_to(EventStream(self._writer, body))
         usage = usage_of(request)
-        last = await _written(lambda: self._writer.last_events(usage), takes_long=request.holds_many_logprobs)
+        last = await _written(lambda: self._writer.last_events(usage), request.num_logprobs)
         await self._end_stream(body, last, send)
 
     async def _send_body(self, request: OpenRequest, _scope: Scope, send: Send) -> None:
@@ -199,8 +210,8 @@ class Answer:
         self._writer.begin(request)
         await asyncio.sleep(0)  # with thousands of choices each of these calls takes long: others get their turn
         usage = usage_of(request)
-        takes_long = self._writer.in_thread or request.holds_many_logprobs
-        data = await _written(lambda: self._writer.body(choices, usage), takes_long=takes_long)
+        in_thread = self._writer.in_thread
+        data = await _written(lambda: self._writer.body(choices, usage), request.num_logprobs, in_thread=in_thread)
         data = await self._writer.keep(data)
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
         self._started = True
@@ -214,7 +225,7 @@ class Answer:
         if not self._started:
             await error.response(scope)(scope, receive, send)
         elif self._stream:
-            last = await _written(lambda: self._writer.error_event(error), takes_long=self._takes_long)
+            last = await _written(lambda: self._writer.error_event(error), self._num_logprobs)
             await self._end_stream(stream_body_of(scope), last, send)
 
     async def _end_stream(self, body: StreamBody, last_events: bytes, send: Send) -> None:

@@ -86,6 +86,7 @@ class SglangWriter(Writer):
     """Writes SGLang's answers; each event of a stream has the whole answer so far."""
 
     keeps_logprobs: ClassVar[bool] = True
+    repeats_logprobs: ClassVar[bool] = True
 
     def __init__(self, body: SglangBody) -> None:
         self.id = body.rid or uuid.uuid4().hex

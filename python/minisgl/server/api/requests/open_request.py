@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -24,8 +24,8 @@ from minisgl.server.api.metrics import RequestMetrics, SequenceClock
 
 MAX_LOGPROBS = 2**24  # that a request may hold until they are written: 0.4 GB, and then 1.3 GB of JSON
 MAX_LOGPROBS_IN_ALL = 2**25
-# A request may hold so many whatever others do, for a stream holds those of a step. They are written on the event loop,
-# more of them in a thread.
+# A request may hold so many whatever others do, for a stream holds those of a step. If more must be written at a time,
+# a thread does it and not the event loop.
 SMALL_LOGPROBS = 4096
 
 
@@ -136,6 +136,10 @@ class Sink(Protocol):
         """True if it keeps the log-probabilities that it has taken."""
 
     @property
+    def repeats_logprobs(self) -> bool:
+        """True if it writes with each delta all log-probabilities that it has taken."""
+
+    @property
     def is_behind(self) -> bool:
         """True if it cannot take more at the moment."""
 
@@ -145,8 +149,11 @@ class Sink(Protocol):
     def take(self, deltas: Iterable[Delta]) -> None:
         """Write the deltas, at most one of each choice."""
 
-    async def take_in_thread(self, deltas: Iterable[Delta]) -> None:
-        """Write deltas that take long to write, while the event loop goes on. It must not be given others meanwhile."""
+    async def take_in_thread(self, deltas: Iterable[Delta], num_logprobs: int) -> None:
+        """Write deltas with so many log-probabilities, while the event loop goes on.
+
+        It must not be given others meanwhile.
+        """
 
 
 class LogprobBudget:
@@ -184,7 +191,8 @@ class OpenRequest:
         now = time.perf_counter()
         self.clocks = [SequenceClock(metrics, now) for _ in self.seq_ids]
         self._logprobs = logprobs
-        self._held_logprobs = 0  # of `logprobs`
+        self.num_logprobs = 0  # that it holds, also in its sink, of those of `logprobs`
+        self._num_pending_logprobs = 0  # of these, the ones in `_pending`
         self._num_accepted = 0
         self._num_finished = 0
         self._cached_tokens: dict[int, int] = {}  # by prompt: the least among its choices, which the first one has
@@ -209,10 +217,10 @@ class OpenRequest:
         await self._until(OpenRequest._is_pending_or_over)
         while self._pending:
             await sink.caught_up()
-            if self.holds_many_logprobs:
-                self._sink, pending, self._pending = None, self._pending, {}
-                num_logprobs = self._held_logprobs  # more may come while the thread writes these
-                await sink.take_in_thread(pending.values())
+            if self._writes_many(sink):
+                self._sink, num_written = None, self._num_to_write(sink)
+                deltas, num_logprobs = self._take_pending()  # more may come while the thread writes these
+                await sink.take_in_thread(deltas, num_written)
                 self._sink = sink
                 self._written_to(sink, num_logprobs)
             else:
@@ -222,18 +230,13 @@ class OpenRequest:
     async def complete(self) -> list[Delta]:
         """Wait for the end of every choice; return one whole delta of each, in order."""
         await self._until(OpenRequest._is_complete)
-        pending, self._pending = self._pending, {}
-        return sorted(pending.values(), key=lambda delta: delta.index)
+        deltas, _ = self._take_pending()
+        return sorted(deltas, key=lambda delta: delta.index)
 
     @property
     def has_failed(self) -> bool:
         """True if it has ended without an answer."""
         return self._failure is not None
-
-    @property
-    def holds_many_logprobs(self) -> bool:
-        """True if writing what it holds would take so long that a thread must do it."""
-        return self._held_logprobs > SMALL_LOGPROBS
 
     @property
     def cached_tokens(self) -> int:
@@ -283,7 +286,7 @@ class OpenRequest:
     def deliver(self) -> None:
         """Give the sink the pending output, or wake the reader if what it waits for is there."""
         sink = self._sink
-        if sink is not None and self._failure is None and not sink.is_behind and not self.holds_many_logprobs:
+        if sink is not None and self._failure is None and not sink.is_behind and not self._writes_many(sink):
             self._give_to(sink)
         self._wake()
 
@@ -299,8 +302,8 @@ class OpenRequest:
 
     def release_logprobs(self) -> None:
         """Count no log-probabilities of this request as held any more, because it has ended."""
-        self._logprobs.held -= self._held_logprobs
-        self._held_logprobs = 0
+        self._logprobs.held -= self.num_logprobs
+        self.num_logprobs = 0
 
     def _hold_logprobs(self, output: OutputDelta) -> None:
         """Count the log-probabilities of an output; the request fails if it, or all requests, hold too many.
@@ -311,13 +314,14 @@ class OpenRequest:
         count = num_ids(output.ids) * (1 + (sampling.logprobs or 0)) if output.logprobs else 0
         if output.prompt_logprobs is not None:
             count += len(output.prompt_logprobs) * (1 + (sampling.prompt_logprobs or 0))
-        self._held_logprobs += count
+        self._num_pending_logprobs += count
+        self.num_logprobs += count
         self._logprobs.held += count
-        if self._held_logprobs > MAX_LOGPROBS:
+        if self.num_logprobs > MAX_LOGPROBS:
             field = "logprobs" if output.prompt_logprobs is None else "prompt_logprobs"
             text = f"{field} of this answer are more than {MAX_LOGPROBS}: ask for fewer at a time, or for a stream"
             self.fail(invalid_request(InvalidRequest(field, text), self.field_names(output.seq_id)))
-        elif self._logprobs.held > MAX_LOGPROBS_IN_ALL and self._held_logprobs > SMALL_LOGPROBS:
+        elif self._logprobs.held > MAX_LOGPROBS_IN_ALL and self.num_logprobs > SMALL_LOGPROBS:
             self.fail(too_many_logprobs(MAX_LOGPROBS_IN_ALL))
 
     def field_names(self, seq_id: int) -> dict[str, str]:
@@ -341,12 +345,26 @@ class OpenRequest:
     def _is_complete(self) -> bool:
         return self._num_finished == len(self.seq_ids) and self._is_accepted()
 
+    def _take_pending(self) -> tuple[Collection[Delta], int]:
+        """Return the pending deltas and the number of their log-probabilities; none are pending any more."""
+        deltas, self._pending = self._pending.values(), {}
+        num_logprobs, self._num_pending_logprobs = self._num_pending_logprobs, 0
+        return deltas, num_logprobs
+
+    def _num_to_write(self, sink: Sink) -> int:
+        """Return the number of log-probabilities that the sink writes when it is given what is pending."""
+        return self.num_logprobs if sink.repeats_logprobs else self._num_pending_logprobs
+
+    def _writes_many(self, sink: Sink) -> bool:
+        """Return True if the sink would take so long that a thread must do it."""
+        return self._num_to_write(sink) > SMALL_LOGPROBS
+
     def _give_to(self, sink: Sink) -> None:
-        pending, self._pending = self._pending, {}
+        deltas, num_logprobs = self._take_pending()
         try:
-            if pending:
-                sink.take(pending.values())
-                self._written_to(sink, self._held_logprobs)
+            if deltas:
+                sink.take(deltas)
+                self._written_to(sink, num_logprobs)
         except Exception as error:  # fails this request, not the task that handles all messages
             self.fail(error)
 
@@ -354,7 +372,7 @@ class OpenRequest:
         """Count log-probabilities that the sink has written as no longer held, unless it keeps them."""
         if not sink.keeps_logprobs:
             self._logprobs.held -= num_logprobs
-            self._held_logprobs -= num_logprobs
+            self.num_logprobs -= num_logprobs
 
     async def _until(self, condition: Callable[[OpenRequest], bool]) -> None:
         """Wait for the condition, or raise the failure."""
