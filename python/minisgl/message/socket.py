@@ -100,15 +100,12 @@ class Inbox(Generic[T]):
 
     def drain(self) -> Iterator[T]:
         """Yield the messages that have arrived, without waiting."""
-        return map(self.decode, self.drain_data())
-
-    def drain_data(self) -> Iterator[bytes]:
-        """Yield the messages that have arrived, encoded."""
         while True:
             try:
-                yield self._socket.recv(zmq.NOBLOCK)
+                data = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            yield self._decoder.decode(data)
 
 
 class Sender(Protocol[T_contra]):

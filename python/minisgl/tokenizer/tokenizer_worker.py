@@ -126,7 +126,8 @@ def arrived(inbox: Inbox[ToTokenizer], *, is_busy: bool, checks: bool) -> Iterat
         if checks and not inbox.has_message(CHECK_INTERVAL):
             return
         yield inbox.receive_data()
-    yield from inbox.drain_data()
+    while inbox.has_message(0):
+        yield inbox.receive_data()
 
 
 class PendingAdmissions:
