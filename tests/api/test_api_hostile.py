@@ -20,7 +20,7 @@ from pydantic_core import from_json
 
 from minisgl.config import HttpConfig
 from minisgl.message.to_tokenizer import Generate
-from minisgl.server.api.answers import answer
+from minisgl.server.api.answers import answer, completions
 from minisgl.server.api.api_process import COLLECT_AFTER
 from minisgl.server.api.bodies.read_body import MAX_ITEMS, MAX_VALUES, BodyScan, check_numbers
 from minisgl.server.api.http.errors import ApiError
@@ -224,6 +224,29 @@ def test_an_answer_does_not_wait_for_larger_ones(start_server: Callable[..., Run
     body = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20, "max_tokens": 300}
     choice = server.post(CHAT, json=body).json()["choices"][0]
     assert len(choice["logprobs"]["content"]) == 300
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_whose_client_has_left_is_not_written(
+    start_server: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """It may have waited long for the thread."""
+    written: list[int] = []
+    monkeypatch.setattr(completions, "encode_large", lambda _: written.append(1) or b"")
+    monkeypatch.setattr(completions, "server_sent_event", lambda _: written.append(1) or b"")
+    server = start_server(tick=0.0)
+    may_end = threading.Event()
+    running = answer._WRITER_THREAD.submit(may_end.wait)
+    client = RawClient(server.port)
+    body = {"prompt": "a " * 5000, "logprobs": 2, "echo": True, "max_tokens": 1}
+    client.post(COMPLETIONS, body | {"stream": stream})
+    wait_until(lambda: answer._WRITER_THREAD._work_queue.qsize() == 1)
+    client.leave()
+    wait_until(lambda: server.call(lambda: all(one.has_failed for one in server.client._open)))
+    may_end.set()
+    running.result()
+    wait_until(lambda: server.counts()["open_requests"] == 0)
+    assert not written
 
 
 def test_a_streamed_response_waits_for_no_thread_before_its_end(start_server: Callable[..., RunningServer]) -> None:

@@ -11,6 +11,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import ClassVar
 
 import msgspec
@@ -117,10 +118,17 @@ async def _written(write: Callable[[], bytes], num_logprobs: int, *, in_thread: 
     return await asyncio.get_running_loop().run_in_executor(thread, write)
 
 
+def _unless_failed(request: OpenRequest, write: Callable[[], bytes]) -> bytes:
+    """Return what `write` returns; raise the request's error if it has failed while it waited for the thread."""
+    request.raise_failure()
+    return write()
+
+
 class EventStream:
     """Sink that writes the events of deltas to a streamed body."""
 
-    def __init__(self, writer: Writer, body: StreamBody) -> None:
+    def __init__(self, request: OpenRequest, writer: Writer, body: StreamBody) -> None:
+        self._request = request
         self._writer = writer
         self._body = body
 
@@ -144,7 +152,8 @@ class EventStream:
             self._body.write(data)
 
     async def take_in_thread(self, deltas: Iterable[Delta], num_logprobs: int) -> None:
-        if data := await _written(lambda: self._events(deltas), num_logprobs, in_thread=True):
+        write = partial(_unless_failed, self._request, lambda: self._events(deltas))
+        if data := await _written(write, num_logprobs, in_thread=True):
             await self._body.write_large(data)
 
     def _events(self, deltas: Iterable[Delta]) -> bytes:
@@ -200,7 +209,7 @@ class Answer:
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         if data := self._writer.first_events():
             body.write(data)
-        await request.stream_to(EventStream(self._writer, body))
+        await request.stream_to(EventStream(request, self._writer, body))
         usage = usage_of(request)
         last = await _written(lambda: self._writer.last_events(usage), request.num_logprobs)
         await self._end_stream(body, last, send)
@@ -210,8 +219,8 @@ class Answer:
         self._writer.begin(request)
         await asyncio.sleep(0)  # with thousands of choices each of these calls takes long: others get their turn
         usage = usage_of(request)
-        in_thread = self._writer.in_thread
-        data = await _written(lambda: self._writer.body(choices, usage), request.num_logprobs, in_thread=in_thread)
+        write = partial(_unless_failed, request, lambda: self._writer.body(choices, usage))
+        data = await _written(write, request.num_logprobs, in_thread=self._writer.in_thread)
         data = await self._writer.keep(data)
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
         self._started = True

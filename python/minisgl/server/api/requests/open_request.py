@@ -238,6 +238,11 @@ class OpenRequest:
         """True if it has ended without an answer."""
         return self._failure is not None
 
+    def raise_failure(self) -> None:
+        """Raise the error with which it has ended, if any: for instance because its client has left."""
+        if self._failure is not None:
+            raise self._failure
+
     @property
     def cached_tokens(self) -> int:
         return sum(self._cached_tokens.values())
@@ -380,8 +385,7 @@ class OpenRequest:
             self._waits_for = condition
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        if self._failure is not None:
-            raise self._failure
+        self.raise_failure()
 
     def _wake(self) -> None:
         """Wake the reader if its condition holds: one that waits for the whole answer is not woken by each token."""
