@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -58,7 +58,7 @@ from minisgl.tokenizer import admission
 from minisgl.tokenizer.admission import resolve_bad_words
 from minisgl.tokenizer.chat_template import ChatTemplates
 from minisgl.tokenizer.text import TextTokenizer
-from minisgl.tokenizer.tokenizer_worker import PendingAdmissions, reply_to
+from minisgl.tokenizer.tokenizer_worker import Head, PendingAdmissions, reply_to
 from tokenizer import small
 
 LIMITS = Limits(max_seq_len=32, vocab_size=330)
@@ -373,6 +373,13 @@ def test_tokenizer_process(server: Server) -> None:
         assert [type(message) for message in got] == [Add, Add, Abort, Add, StatsRequest]
         assert got[2] == Abort([1])
         assert got[4] == StatsRequest(77, [ProcessCounts("tokenizer-2", {"waiting": 0, "sequences": 0})])
+
+
+def test_every_message_has_a_part_by_which_it_waits() -> None:
+    def tags(union: object) -> set[str]:
+        return {member.__struct_config__.tag for member in get_args(union)}
+
+    assert tags(Head) == tags(to_tokenizer.ToTokenizer)
 
 
 def test_the_check_of_a_grammar_delays_no_other_request(server: Server) -> None:

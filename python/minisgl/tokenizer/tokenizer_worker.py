@@ -121,7 +121,10 @@ def run(worker: Worker) -> None:
 
 
 def arrived(inbox: Inbox[ToTokenizer], *, is_busy: bool, checks: bool) -> Iterator[bytes]:
-    """Yield the messages that have come. Wait for one if the worker is not busy, but not for long if grammars do."""
+    """Yield the messages that have come, encoded.
+
+    Unless prompts wait (`is_busy`) wait for one, but not for long while grammars are being checked (`checks`).
+    """
     if not is_busy:
         if checks and not inbox.has_message(CHECK_INTERVAL):
             return
