@@ -20,7 +20,9 @@ from pydantic_core import from_json
 
 from minisgl.config import HttpConfig
 from minisgl.message.to_tokenizer import Generate
-from minisgl.server.api.answers import answer, completions
+from minisgl.server.api.answers import completions
+from minisgl.server.api.answers.large_json import slices
+from minisgl.server.api.answers.writer_thread import WRITER_THREAD
 from minisgl.server.api.api_process import COLLECT_AFTER
 from minisgl.server.api.bodies.read_body import MAX_ITEMS, MAX_VALUES, BodyScan, check_numbers
 from minisgl.server.api.http.errors import ApiError
@@ -208,22 +210,30 @@ def test_log_probabilities_that_a_client_reads_late_do_not_stop_other_streams(
     assert 0 < turns.of(server) < LONGEST_TURN
 
 
-@pytest.fixture
-def large_writer_is_busy() -> Iterator[None]:
-    """Keep the thread that writes large answers busy, as the largest one may do for 20 s."""
+def test_an_answer_does_not_wait_for_a_larger_one(start_server: Callable[..., RunningServer]) -> None:
+    """It is written between two pieces of the larger one, which may take 20 s."""
     may_end = threading.Event()
-    running = answer._LARGE_WRITER_THREAD.submit(may_end.wait)
-    yield
-    may_end.set()
-    running.result()
 
+    def values() -> Iterator[int]:
+        while not may_end.is_set():
+            yield 0
 
-@pytest.mark.usefixtures("large_writer_is_busy")
-def test_an_answer_does_not_wait_for_larger_ones(start_server: Callable[..., RunningServer]) -> None:
+    def write_large() -> bytes:
+        assert all(slices(values()))
+        return b"large"
+
     server = start_server(tick=0.0)
+    large = threading.Thread(target=asyncio.run, args=[WRITER_THREAD.run(write_large, is_large=True)])
+    large.start()
     body = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20, "max_tokens": 300}
-    choice = server.post(CHAT, json=body).json()["choices"][0]
-    assert len(choice["logprobs"]["content"]) == 300
+    try:
+        wait_until(lambda: WRITER_THREAD._writes_large is not None)
+        choice = server.post(CHAT, json=body).json()["choices"][0]
+        assert len(choice["logprobs"]["content"]) == 300
+        assert large.is_alive()
+    finally:
+        may_end.set()
+    large.join()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -236,27 +246,28 @@ def test_an_answer_whose_client_has_left_is_not_written(
     monkeypatch.setattr(completions, "server_sent_event", lambda _: written.append(1) or b"")
     server = start_server(tick=0.0)
     may_end = threading.Event()
-    running = answer._WRITER_THREAD.submit(may_end.wait)
+    running = WRITER_THREAD._thread.submit(may_end.wait)
     client = RawClient(server.port)
     body = {"prompt": "a " * 5000, "logprobs": 2, "echo": True, "max_tokens": 1}
-    client.post(COMPLETIONS, body | {"stream": stream})
-    wait_until(lambda: answer._WRITER_THREAD._work_queue.qsize() == 1)
-    client.leave()
-    wait_until(lambda: server.call(lambda: all(one.has_failed for one in server.client._open)))
-    may_end.set()
+    try:
+        client.post(COMPLETIONS, body | {"stream": stream})
+        wait_until(lambda: len(WRITER_THREAD._small) == 1)
+        client.leave()
+        wait_until(lambda: server.call(lambda: all(one.has_failed for one in server.client._open)))
+    finally:
+        may_end.set()
     running.result()
     wait_until(lambda: server.counts()["open_requests"] == 0)
     assert not written
 
 
 def test_a_streamed_response_waits_for_no_thread_before_its_end(start_server: Callable[..., RunningServer]) -> None:
-    """Only its last events repeat its log-probabilities. The threads are busy with the answers of others."""
+    """Only its last events repeat its log-probabilities. The thread is busy with the answers of others."""
     server = start_server(tick=0.0)
     body = {"input": "a", "include": ["message.output_text.logprobs"], "top_logprobs": 20, "max_output_tokens": 4000}
     may_end = threading.Event()
     try:
-        for thread in (answer._WRITER_THREAD, answer._LARGE_WRITER_THREAD):
-            thread.submit(may_end.wait)
+        WRITER_THREAD._thread.submit(may_end.wait)
         with server.stream(RESPONSES, json=body | {"stream": True}) as response:
             deltas = (line for line in response.iter_lines() if line == "event: response.output_text.delta")
             assert len(list(islice(deltas, 1000))) == 1000

@@ -10,7 +10,6 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ClassVar
 
@@ -19,6 +18,7 @@ from msgspec import UNSET, UnsetType
 from starlette.types import Receive, Scope, Send
 
 from minisgl.server.api.answers.large_json import encode_large
+from minisgl.server.api.answers.writer_thread import WRITER_THREAD
 from minisgl.server.api.http.connection import StreamBody, slices_of, stream_body_of
 from minisgl.server.api.http.errors import ApiError, internal_error
 from minisgl.server.api.requests.engine_client import EngineClient
@@ -26,11 +26,7 @@ from minisgl.server.api.requests.open_request import SMALL_LOGPROBS, ClientGone,
 
 logger = logging.getLogger(__name__)
 
-LARGE_LOGPROBS = 2**17  # written in 0.2 s; the most that a request may have take 20 s
-# Threads that write what would hold the event loop up. Each competes with the loop for the GIL, so there are only two:
-# no answer waits for larger ones.
-_WRITER_THREAD = ThreadPoolExecutor(1, "answer-writer")
-_LARGE_WRITER_THREAD = ThreadPoolExecutor(1, "large-answer-writer")
+LARGE_LOGPROBS = 2**17  # written in 0.2 s; answers with more let others pass
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache, no-store"),
@@ -114,8 +110,7 @@ async def _written(write: Callable[[], bytes], num_logprobs: int, *, in_thread: 
     """Return what `write` returns: so many log-probabilities, which are written in a thread if they are many."""
     if num_logprobs <= SMALL_LOGPROBS and not in_thread:
         return write()
-    thread = _LARGE_WRITER_THREAD if num_logprobs > LARGE_LOGPROBS else _WRITER_THREAD
-    return await asyncio.get_running_loop().run_in_executor(thread, write)
+    return await WRITER_THREAD.run(write, is_large=num_logprobs > LARGE_LOGPROBS)
 
 
 def _unless_failed(request: OpenRequest, write: Callable[[], bytes]) -> bytes:

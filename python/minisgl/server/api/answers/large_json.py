@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+from minisgl.server.api.answers.writer_thread import WRITER_THREAD
+
 VALUES_A_PIECE = 256
 _HOLE = b"\x00"  # takes the place of a JsonList; JSON has no such byte, not even in a string
 
@@ -43,10 +45,11 @@ class JsonList:
 
 
 def slices(values: Iterable[Any]) -> Iterator[list[Any]]:
-    """Yield the values in lists of `VALUES_A_PIECE`."""
+    """Yield the values in lists of `VALUES_A_PIECE`, between which a large answer lets others pass."""
     values = iter(values)
     while some := list(islice(values, VALUES_A_PIECE)):
         yield some
+        WRITER_THREAD.between_pieces()
 
 
 def encode_large(data: msgspec.Struct, before: bytes = b"", after: bytes = b"") -> bytes:
