@@ -113,7 +113,7 @@ def is_idle(processes: dict[str, dict[str, int]]) -> bool:
         count
         for process, counts in processes.items()
         for name, count in counts.items()
-        if name.startswith(("sequences", "requests", "open_sequences", "pages_locked", "pages_reserved"))
+        if name.startswith(("sequences", "requests", "waiting", "open_sequences", "pages_locked", "pages_reserved"))
     ]
     return pages and not any(held)
 
