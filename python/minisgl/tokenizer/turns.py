@@ -19,7 +19,7 @@ class Turns(Generic[T]):
         self._waiting: dict[str, dict[int, T]] = {}  # by client that has any, in order of arrival
         self._clients: dict[int, str] = {}  # client of each waiting item
         self._least = 0.0  # time that the client of the last turn had used before it; no waiting client has used less
-        # Time used by each client, as long as it is not below the least: who sends a prompt after the other would
+        # Time used by each client that has used at least as much. One that sends a prompt after the other would
         # otherwise start anew with each.
         self._seconds: dict[str, float] = {}
 
@@ -28,7 +28,7 @@ class Turns(Generic[T]):
         return len(self._clients)
 
     def add(self, key: int, client: str, item: T) -> None:
-        """Add an item. A client starts with the least time of all: it earns nothing by idleness."""
+        """Add an item. A client that has used less than all others starts like them: it earns nothing by idleness."""
         self._seconds[client] = max(self._seconds.get(client, 0.0), self._least)
         self._waiting.setdefault(client, {})[key] = item
         self._clients[key] = client

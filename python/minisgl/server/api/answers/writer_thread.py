@@ -15,6 +15,8 @@ from threading import get_ident
 
 
 class WriterThread:
+    """Writes answers in order of arrival; small ones interrupt a large one."""
+
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "answer-writer")
         self._small: deque[Callable[[], None]] = deque()  # answers that are written next, in order of arrival
