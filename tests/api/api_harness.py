@@ -22,6 +22,7 @@ from minisgl.message.socket import Addresses, Inbox, Outbox
 from minisgl.message.to_api import ToApi
 from minisgl.message.to_tokenizer import ToTokenizer
 from minisgl.parsers.parser_choice import Parsers
+from minisgl.server.api.answers.writer_thread import WriterThread
 from minisgl.server.api.api_process import receive_forever
 from minisgl.server.api.app import build_app
 from minisgl.server.api.http.drain import DrainState
@@ -94,8 +95,10 @@ class RunningServer:
         parsers = Parsers.choose(self.config.tool_call_parser, self.config.reasoning_parser, ())
         self.drain = DrainState()
         limits = self.config.http.limits(LIMITS)
+        self.writer_thread = WriterThread()
+        responses = open_store(self.config.http)
         self.app = build_app(
-            self.client, heartbeat, self.drain, self.config, limits, parsers, open_store(self.config.http)
+            self.client, heartbeat, self.drain, self.config, limits, parsers, responses, self.writer_thread
         )
         self._server = Server(self.app, self.config.http, self.drain, self.client.metrics)
         self._loop = asyncio.get_running_loop()

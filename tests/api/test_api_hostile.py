@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from itertools import islice
 from typing import Any
 
@@ -22,7 +23,6 @@ from minisgl.config import HttpConfig
 from minisgl.message.to_tokenizer import Generate
 from minisgl.server.api.answers import completions
 from minisgl.server.api.answers.large_json import slices
-from minisgl.server.api.answers.writer_thread import WRITER_THREAD
 from minisgl.server.api.api_process import COLLECT_AFTER
 from minisgl.server.api.bodies.read_body import MAX_ITEMS, MAX_VALUES, BodyScan, check_numbers
 from minisgl.server.api.http.errors import ApiError
@@ -210,6 +210,21 @@ def test_log_probabilities_that_a_client_reads_late_do_not_stop_other_streams(
     assert 0 < turns.of(server) < LONGEST_TURN
 
 
+def write_in_thread(server: RunningServer, write: Callable[[], bytes]) -> Future[bytes]:
+    """Occupy the server's writer thread with a large answer."""
+    return asyncio.run_coroutine_threadsafe(server.writer_thread.write(write, is_large=True), server._loop)
+
+
+def until(event: threading.Event) -> Callable[[], bytes]:
+    """Return an answer that has no pieces, and ends after the event."""
+
+    def write() -> bytes:
+        event.wait()
+        return b""
+
+    return write
+
+
 def test_an_answer_does_not_wait_for_a_larger_one(start_server: Callable[..., RunningServer]) -> None:
     """It is written between two pieces of the larger one, which may take 20 s."""
     may_end = threading.Event()
@@ -223,17 +238,16 @@ def test_an_answer_does_not_wait_for_a_larger_one(start_server: Callable[..., Ru
         return b"large"
 
     server = start_server(tick=0.0)
-    large = threading.Thread(target=asyncio.run, args=[WRITER_THREAD.run(write_large, is_large=True)])
-    large.start()
+    large = write_in_thread(server, write_large)
     body = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20, "max_tokens": 300}
     try:
-        wait_until(lambda: WRITER_THREAD._writes_large is not None)
+        wait_until(lambda: server.writer_thread._is_interruptible)
         choice = server.post(CHAT, json=body).json()["choices"][0]
         assert len(choice["logprobs"]["content"]) == 300
-        assert large.is_alive()
+        assert not large.done()
     finally:
         may_end.set()
-    large.join()
+    assert large.result(120) == b"large"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -246,17 +260,17 @@ def test_an_answer_whose_client_has_left_is_not_written(
     monkeypatch.setattr(completions, "server_sent_event", lambda _: written.append(1) or b"")
     server = start_server(tick=0.0)
     may_end = threading.Event()
-    running = WRITER_THREAD._thread.submit(may_end.wait)
+    running = write_in_thread(server, until(may_end))
     client = RawClient(server.port)
     body = {"prompt": "a " * 5000, "logprobs": 2, "echo": True, "max_tokens": 1}
     try:
         client.post(COMPLETIONS, body | {"stream": stream})
-        wait_until(lambda: len(WRITER_THREAD._small) == 1)
+        wait_until(lambda: len(server.writer_thread._small) == 1)
         client.leave()
         wait_until(lambda: server.call(lambda: all(one.has_failed for one in server.client._open)))
     finally:
         may_end.set()
-    running.result()
+    assert running.result(120) == b""
     wait_until(lambda: server.counts()["open_requests"] == 0)
     assert not written
 
@@ -267,7 +281,7 @@ def test_a_streamed_response_waits_for_no_thread_before_its_end(start_server: Ca
     body = {"input": "a", "include": ["message.output_text.logprobs"], "top_logprobs": 20, "max_output_tokens": 4000}
     may_end = threading.Event()
     try:
-        WRITER_THREAD._thread.submit(may_end.wait)
+        write_in_thread(server, until(may_end))
         with server.stream(RESPONSES, json=body | {"stream": True}) as response:
             deltas = (line for line in response.iter_lines() if line == "event: response.output_text.delta")
             assert len(list(islice(deltas, 1000))) == 1000

@@ -17,6 +17,7 @@ from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_api import ToApi
 from minisgl.message.to_tokenizer import ToTokenizer
 from minisgl.process.worker import Worker
+from minisgl.server.api.answers.writer_thread import WriterThread
 from minisgl.server.api.app import build_app
 from minisgl.server.api.http.drain import DrainState
 from minisgl.server.api.http.errors import shutting_down
@@ -61,7 +62,7 @@ async def serve(worker: Worker, sock: socket.socket) -> None:
     worker.on_drain(lambda: loop.call_soon_threadsafe(drain.begin))
     limits = config.http.limits(worker.ready())
     heartbeat = Heartbeat(client)
-    app = build_app(client, heartbeat, drain, config, limits, parsers, responses)
+    app = build_app(client, heartbeat, drain, config, limits, parsers, responses, WriterThread())
     server = Server(app, config.http, drain, client.metrics)
 
     gc.collect()

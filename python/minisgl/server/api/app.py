@@ -17,6 +17,7 @@ from minisgl.config import ServerConfig
 from minisgl.limits import Limits
 from minisgl.parsers.parser_choice import Parsers
 from minisgl.sampling_params import InvalidRequest
+from minisgl.server.api.answers.writer_thread import WriterThread
 from minisgl.server.api.http.drain import DrainGate, DrainState
 from minisgl.server.api.http.errors import ApiError, invalid_request
 from minisgl.server.api.http.gates import Gate, browser_check, key_check
@@ -59,13 +60,14 @@ def build_app(
     limits: Limits,
     parsers: Parsers,
     responses: ResponseStore | None,
+    writer_thread: WriterThread,
 ) -> FastAPI:
     """Return the application of all endpoints, by topic, with the document that is made from them.
 
     They enter as plain Starlette routes: FastAPI's own cost twice the time a request, and read bodies before the limits
     of `bodies.read_body` are checked.
     """
-    service = Service(client, heartbeat, config, limits, parsers, responses)
+    service = Service(client, heartbeat, config, limits, parsers, responses, writer_thread)
     topics = {name: topic(service).endpoints() for name, topic in TOPICS.items()}
     app = FastAPI(
         openapi_url=None,

@@ -18,7 +18,7 @@ from msgspec import UNSET, UnsetType
 from starlette.types import Receive, Scope, Send
 
 from minisgl.server.api.answers.large_json import encode_large
-from minisgl.server.api.answers.writer_thread import WRITER_THREAD
+from minisgl.server.api.answers.writer_thread import WriterThread
 from minisgl.server.api.http.connection import StreamBody, slices_of, stream_body_of
 from minisgl.server.api.http.errors import ApiError, internal_error
 from minisgl.server.api.requests.engine_client import EngineClient
@@ -106,11 +106,13 @@ def named_event(data: msgspec.Struct) -> bytes:
     return encode_large(data, f"event: {data.__struct_config__.tag}\ndata: ".encode(), b"\n\n")
 
 
-async def _written(write: Callable[[], bytes], num_logprobs: int, *, in_thread: bool = False) -> bytes:
-    """Return what `write` returns: so many log-probabilities, which are written in a thread if they are many."""
+async def _written(
+    write: Callable[[], bytes], num_logprobs: int, thread: WriterThread, *, in_thread: bool = False
+) -> bytes:
+    """Return what `write` returns: so many log-probabilities, which are written in the thread if they are many."""
     if num_logprobs <= SMALL_LOGPROBS and not in_thread:
         return write()
-    return await WRITER_THREAD.run(write, is_large=num_logprobs > LARGE_LOGPROBS)
+    return await thread.write(write, is_large=num_logprobs > LARGE_LOGPROBS)
 
 
 def _unless_failed(request: OpenRequest, write: Callable[[], bytes]) -> bytes:
@@ -122,9 +124,10 @@ def _unless_failed(request: OpenRequest, write: Callable[[], bytes]) -> bytes:
 class EventStream:
     """Sink that writes the events of deltas to a streamed body."""
 
-    def __init__(self, request: OpenRequest, writer: Writer, body: StreamBody) -> None:
+    def __init__(self, request: OpenRequest, writer: Writer, thread: WriterThread, body: StreamBody) -> None:
         self._request = request
         self._writer = writer
+        self._thread = thread
         self._body = body
 
     @property
@@ -148,7 +151,7 @@ class EventStream:
 
     async def take_in_thread(self, deltas: Iterable[Delta], num_logprobs: int) -> None:
         write = partial(_unless_failed, self._request, lambda: self._events(deltas))
-        if data := await _written(write, num_logprobs, in_thread=True):
+        if data := await _written(write, num_logprobs, self._thread, in_thread=True):
             await self._body.write_large(data)
 
     def _events(self, deltas: Iterable[Delta]) -> bytes:
@@ -158,12 +161,22 @@ class EventStream:
 class Answer:
     """Submits a job and writes its answer, as a stream of events or as one JSON body."""
 
-    def __init__(self, client: EngineClient, job: Job, writer: Writer, *, stream: bool, names: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        job: Job,
+        writer: Writer,
+        thread: WriterThread,
+        *,
+        stream: bool,
+        names: tuple[str, ...],
+    ) -> None:
         """`names`: ids by which `EngineClient.abort` finds the request, besides the answer's id."""
         self._client = client
         self._names = (*names, writer.id)
         self._job = job
         self._writer = writer
+        self._thread = thread
         self._stream = stream
         self._started = False  # the status line has been sent
         self._num_logprobs = 0  # that the request held at its end, which the end of a stream may repeat
@@ -204,9 +217,9 @@ class Answer:
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         if data := self._writer.first_events():
             body.write(data)
-        await request.stream_to(EventStream(request, self._writer, body))
+        await request.stream_to(EventStream(request, self._writer, self._thread, body))
         usage = usage_of(request)
-        last = await _written(lambda: self._writer.last_events(usage), request.num_logprobs)
+        last = await _written(lambda: self._writer.last_events(usage), request.num_logprobs, self._thread)
         await self._end_stream(body, last, send)
 
     async def _send_body(self, request: OpenRequest, _scope: Scope, send: Send) -> None:
@@ -215,7 +228,7 @@ class Answer:
         await asyncio.sleep(0)  # with thousands of choices each of these calls takes long: others get their turn
         usage = usage_of(request)
         write = partial(_unless_failed, request, lambda: self._writer.body(choices, usage))
-        data = await _written(write, request.num_logprobs, in_thread=self._writer.in_thread)
+        data = await _written(write, request.num_logprobs, self._thread, in_thread=self._writer.in_thread)
         data = await self._writer.keep(data)
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
         self._started = True
@@ -229,7 +242,7 @@ class Answer:
         if not self._started:
             await error.response(scope)(scope, receive, send)
         elif self._stream:
-            last = await _written(lambda: self._writer.error_event(error), self._num_logprobs)
+            last = await _written(lambda: self._writer.error_event(error), self._num_logprobs, self._thread)
             await self._end_stream(stream_body_of(scope), last, send)
 
     async def _end_stream(self, body: StreamBody, last_events: bytes, send: Send) -> None:

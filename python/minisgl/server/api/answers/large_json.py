@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from minisgl.server.api.answers.writer_thread import WRITER_THREAD
+from minisgl.server.api.answers.writer_thread import let_others_pass
 
 VALUES_A_PIECE = 256
 _HOLE = b"\x00"  # takes the place of a JsonList; JSON has no such byte, not even in a string
@@ -49,7 +49,7 @@ def slices(values: Iterable[Any]) -> Iterator[list[Any]]:
     values = iter(values)
     while some := list(islice(values, VALUES_A_PIECE)):
         yield some
-        WRITER_THREAD.between_pieces()
+        let_others_pass()
 
 
 def encode_large(data: msgspec.Struct, before: bytes = b"", after: bytes = b"") -> bytes:

@@ -9,45 +9,55 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
-from threading import get_ident
+from threading import Semaphore, Thread, current_thread
 
 
-class WriterThread:
-    """Writes answers in order of arrival; small ones interrupt a large one."""
+class WriterThread(Thread):
+    """Writes answers in order of arrival; small ones interrupt a large one. It starts with the first."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "answer-writer")
-        self._small: deque[Callable[[], None]] = deque()  # answers that are written next, in order of arrival
-        self._writes_large: int | None = None  # number of the thread while it writes a large answer, else None
+        super().__init__(name="answer-writer", daemon=True)
+        self._small: deque[Callable[[], None]] = deque()
+        self._large: deque[Callable[[], None]] = deque()
+        self._arrived = Semaphore(0)  # counts at least the answers that wait
+        self._is_interruptible = False  # a large answer is being written
 
-    async def run(self, write: Callable[[], bytes], *, is_large: bool) -> bytes:
-        """Return what `write` returns."""
+    async def write(self, write: Callable[[], bytes], *, is_large: bool) -> bytes:
+        """Return what `write` returns, called in the thread. Only one event loop may use the thread."""
         written: Future[bytes] = Future()
-        job = partial(_run, write, written)
-        if is_large:
-            self._thread.submit(self._run_large, job)
-        else:
-            self._small.append(job)
-            self._thread.submit(self._run_small)
+        (self._large if is_large else self._small).append(partial(_run, write, written))
+        self._arrived.release()
+        if not self.ident:
+            self.start()
         return await asyncio.wrap_future(written)
 
-    def between_pieces(self) -> None:
-        """Write the small answers that wait, if a large one has called this."""
-        if self._writes_large == get_ident():
-            self._writes_large = None  # small ones have pieces, too
-            self._run_small()
-            self._writes_large = get_ident()
+    def run(self) -> None:
+        while True:
+            self._arrived.acquire()
+            self._write_small()
+            if self._large:
+                self._is_interruptible = True
+                self._large.popleft()()
+                self._is_interruptible = False
 
-    def _run_large(self, job: Callable[[], None]) -> None:
-        self._writes_large = get_ident()
-        job()
-        self._writes_large = None
+    def write_waiting(self) -> None:
+        """Write the small answers that wait, if this is called by a large one between two of its pieces."""
+        if self._is_interruptible:
+            self._is_interruptible = False  # small ones have pieces, too
+            self._write_small()
+            self._is_interruptible = True
 
-    def _run_small(self) -> None:
+    def _write_small(self) -> None:
         while self._small:
             self._small.popleft()()
+
+
+def let_others_pass() -> None:
+    """Write the small answers that wait, if a writer thread calls this between two pieces of a large one."""
+    if isinstance(thread := current_thread(), WriterThread):
+        thread.write_waiting()
 
 
 def _run(write: Callable[[], bytes], written: Future[bytes]) -> None:
@@ -57,6 +67,3 @@ def _run(write: Callable[[], bytes], written: Future[bytes]) -> None:
         written.set_result(write())
     except Exception as error:  # belongs to the one who waits for the answer
         written.set_exception(error)
-
-
-WRITER_THREAD = WriterThread()

@@ -19,6 +19,7 @@ from minisgl.message.to_tokenizer import Query
 from minisgl.parsers.parser_choice import NONE, Parsers
 from minisgl.pooling.pooling_config import NO_TEXT
 from minisgl.server.api.answers.answer import Answer, Writer
+from minisgl.server.api.answers.writer_thread import WriterThread
 from minisgl.server.api.bodies.read_body import MAX_ITEMS, B, check_numbers, read_body, read_fields, validate
 from minisgl.server.api.bodies.request_body import Body, RequestBody
 from minisgl.server.api.bodies.tools import ToolUse
@@ -80,6 +81,7 @@ class Service:
     limits: Limits
     parsers: Parsers
     responses: ResponseStore | None = None  # store of /v1/responses, if there is one
+    writer_thread: WriterThread = field(default_factory=WriterThread)
     created: int = field(default_factory=lambda: int(time.time()))
     unknown_fields: LogOnce = field(default_factory=lambda: LogOnce(UNKNOWN_FIELD))
     ignored_tools: IgnoredTools = field(default_factory=IgnoredTools)
@@ -126,7 +128,9 @@ class Service:
         if self.config.pooling is not None and not job.pools:
             raise ApiError(400, NO_TEXT, code="model_not_supported")
         job = msgspec.structs.replace(job, client=client_of(request))
-        return Answer(self.client, job, writer, stream=stream, names=(request_id_of(request), *names))
+        return Answer(
+            self.client, job, writer, self.writer_thread, stream=stream, names=(request_id_of(request), *names)
+        )
 
     async def ask_tokenizer(self, query: Callable[[int], Query], answer_type: type[R]) -> R:
         """Return a tokenizer worker's answer to a query, as EngineClient.ask does."""
