@@ -170,13 +170,13 @@ def test_the_largest_body_that_is_read_does_not_stop_the_streams(
     assert 0 < turns.of(server) < LONGEST_TURN
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        (CHAT, {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20}),
-        (COMPLETIONS, {"prompt": "a", "logprobs": 20}),
-    ],
+CHAT_BODY = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20}
+of_log_probabilities = pytest.mark.parametrize(
+    ("path", "body"), [(CHAT, CHAT_BODY), (COMPLETIONS, {"prompt": "a", "logprobs": 20})]
 )
+
+
+@of_log_probabilities
 def test_a_whole_answer_with_many_log_probabilities_does_not_stop_the_streams(
     start_server: Callable[..., RunningServer], turns: Turns, path: str, body: dict[str, Any]
 ) -> None:
@@ -187,13 +187,7 @@ def test_a_whole_answer_with_many_log_probabilities_does_not_stop_the_streams(
     assert 0 < turns.of(server) < LONGEST_TURN
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        (CHAT, {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20}),
-        (COMPLETIONS, {"prompt": "a", "logprobs": 20}),
-    ],
-)
+@of_log_probabilities
 def test_log_probabilities_that_a_client_reads_late_do_not_stop_other_streams(
     start_server: Callable[..., RunningServer], turns: Turns, path: str, body: dict[str, Any]
 ) -> None:
@@ -239,10 +233,9 @@ def test_an_answer_does_not_wait_for_a_larger_one(start_server: Callable[..., Ru
 
     server = start_server(tick=0.0)
     large = write_in_thread(server, write_large)
-    body = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20, "max_tokens": 300}
     try:
         wait_until(lambda: server.writer_thread._is_interruptible)
-        choice = server.post(CHAT, json=body).json()["choices"][0]
+        choice = server.post(CHAT, json=CHAT_BODY | {"max_tokens": 300}).json()["choices"][0]
         assert len(choice["logprobs"]["content"]) == 300
         assert not large.done()
     finally:

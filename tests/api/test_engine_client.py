@@ -28,7 +28,7 @@ from minisgl.seeds import choice_seed
 from minisgl.server.api.http.errors import ApiError
 from minisgl.server.api.requests import open_request
 from minisgl.server.api.requests.engine_client import MAX_OPTION_BYTES, PROMPTS_A_TURN, EngineClient
-from minisgl.server.api.requests.open_request import ClientGone, Delta, Job
+from minisgl.server.api.requests.open_request import ClientGone, Delta, Job, OpenRequest
 
 
 class Outbox:
@@ -127,6 +127,14 @@ def test_a_slow_reader_gets_one_merged_delta_per_choice() -> None:
     asyncio.run(main())
 
 
+async def begin_stream(client: EngineClient, request: OpenRequest, reader: Reader) -> asyncio.Task[None]:
+    """Accept the request's prompts, and let the reader wait for its output."""
+    client.dispatch([Accepted(list(request.seq_ids), pack_ids([5]))])
+    streaming = asyncio.create_task(request.stream_to(reader))
+    await asyncio.sleep(0)
+    return streaming
+
+
 def scored(seq_id: int, prompt: int = 0, tokens: int = 0) -> OutputDeltas:
     """Output with log-probabilities of so many tokens of the prompt and of the answer."""
     position = PositionLogprobs(TokenLogprob(1, b"a", -1.0), 1, [])
@@ -149,7 +157,7 @@ def of_prompt(count: int) -> PackedLogprobs | None:
 def test_many_log_probabilities_are_written_in_a_thread_and_in_order(
     monkeypatch: pytest.MonkeyPatch, of_prompt: bool
 ) -> None:
-    """Those of a prompt, or of an answer whose client has read slowly."""
+    """They belong to a prompt, or to an answer whose client has read slowly."""
     monkeypatch.setattr(open_request, "SMALL_LOGPROBS", 10)
 
     async def main() -> None:
@@ -157,9 +165,7 @@ def test_many_log_probabilities_are_written_in_a_thread_and_in_order(
         with client.open(job(prompt_logprobs=5, logprobs=5)) as request:
             (sequence,) = request.seq_ids
             reader = Reader()
-            client.dispatch([Accepted([sequence], pack_ids([5, 6, 7]))])
-            streaming = asyncio.create_task(request.stream_to(reader))
-            await asyncio.sleep(0)
+            streaming = await begin_stream(client, request, reader)
             reader.not_behind.clear()
             client.dispatch([scored(sequence, prompt=1) if of_prompt else scored(sequence, tokens=1)])
             client.dispatch([scored(sequence, tokens=1)])
@@ -210,10 +216,9 @@ def test_log_probabilities_that_are_held_are_bounded(monkeypatch: pytest.MonkeyP
             client.dispatch([piece(streamed.seq_ids[0], "", "stop")])
             await streaming
         with client.open(job(logprobs=9)) as kept:  # the last events will repeat them
-            client.dispatch([Accepted([kept.seq_ids[0]], pack_ids([5]))])
             reader = Reader(keeps_logprobs=True)
             reader.may_end.set()
-            streaming = asyncio.create_task(kept.stream_to(reader))
+            streaming = await begin_stream(client, kept, reader)
             for tokens in (5, 5, 1):
                 await asyncio.sleep(0)
                 assert not kept.has_failed
@@ -234,9 +239,7 @@ def test_log_probabilities_that_come_while_a_thread_writes_others_stay_counted(m
         with client.open(job(prompt_logprobs=0, logprobs=0)) as request:
             (sequence,) = request.seq_ids
             reader = Reader()
-            client.dispatch([Accepted([sequence], pack_ids([5]))])
-            streaming = asyncio.create_task(request.stream_to(reader))
-            await asyncio.sleep(0)
+            streaming = await begin_stream(client, request, reader)
             client.dispatch([scored(sequence, prompt=60)])
             await reader.taking.wait()
             client.dispatch([scored(sequence, tokens=40)])
@@ -265,10 +268,8 @@ def test_a_request_that_fails_is_aborted_while_its_client_reads_slowly(monkeypat
         with client.open(job(logprobs=0, n=2)) as request:
             first, second = request.seq_ids
             reader = Reader()
-            client.dispatch([Accepted([first, second], pack_ids([5]))])
             reader.not_behind.clear()
-            streaming = asyncio.create_task(request.stream_to(reader))
-            await asyncio.sleep(0)
+            streaming = await begin_stream(client, request, reader)
             client.dispatch([scored(first, tokens=8)])
             await asyncio.sleep(0)
             assert not any(isinstance(message, Abort) for message in outbox.sent)
