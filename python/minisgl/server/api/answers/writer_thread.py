@@ -1,7 +1,8 @@
 """Thread that writes the answers that would hold the event loop up.
 
-It is the only one, because each competes with the loop for the GIL. The largest answer takes 20 s. So between two of
-its pieces the thread writes the smaller answers that have come meanwhile.
+It is the only thread that encodes log-probabilities, because each would compete with the loop for the GIL. (Others only
+join what is encoded.) The largest answer takes 20 s. So between two of its pieces the thread writes the smaller answers
+that have come meanwhile.
 """
 
 from __future__ import annotations
