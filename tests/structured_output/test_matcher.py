@@ -272,7 +272,7 @@ def test_an_automaton_that_many_requests_have_filled_is_replaced(
     sampling, rng = SamplingParams(grammar=MANY_STATES), np.random.default_rng(0)
     letters = ids_of(drawer, "a", "b")
     mask = masks(drawer, 3)
-    used = set()
+    used = set()  # keeps them, so that none takes the place of another
     for _ in range(10):
         several = [matchers.start(sampling) for _ in mask]
         for _ in range(60):
@@ -280,7 +280,7 @@ def test_an_automaton_that_many_requests_have_filled_is_replaced(
             assert np.unpackbits(mask.view(np.uint8), axis=1, bitorder="little")[:, letters].all()
             chosen = rng.choice(letters, len(mask)).astype(np.int32)
             assert matchers.advance(several, chosen) == [MatcherStatus.OPEN] * len(mask)
-        used |= {id(one.automaton) for one in several}
+        used |= {one.automaton for one in several}
     assert len(used) > len(mask)
 
 
