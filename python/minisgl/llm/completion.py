@@ -42,8 +42,10 @@ class OutputCollector:
     def take(self, piece: OutputDelta) -> None:
         self._texts.append(piece.text)
         self._ids.append(piece.ids)
-        self._logprobs += unpack_positions([piece.logprobs])
-        self._prompt_logprobs += piece.prompt_logprobs or ()
+        if piece.logprobs:
+            self._logprobs += unpack_positions([piece.logprobs])
+        if piece.prompt_logprobs is not None:
+            self._prompt_logprobs += piece.prompt_logprobs
         if piece.finish is not None:
             self.vector, self.cause = piece.vector, piece.cause
             self.completion = self._complete(piece.finish, piece.cached_tokens)
