@@ -49,9 +49,7 @@ class GatedForm:
 def norm_form(module: nn.Module) -> NormForm | None:
     """Return the form that agrees bit for bit in bfloat16 and in float32 but for rounding; None if none does."""
     weight = module._parameters.get("weight")
-    eps = next(
-        (getattr(module, name) for name in ("variance_epsilon", "eps", "epsilon") if hasattr(module, name)), None
-    )
+    eps = next((getattr(module, name) for name in _EPS if hasattr(module, name)), None)
     if weight is None or weight.ndim != 1 or not isinstance(eps, float):
         return None
     if len(module._parameters) > 1 or module._buffers or module._modules:
