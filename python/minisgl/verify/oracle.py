@@ -24,7 +24,7 @@ from torch import Tensor
 
 from minisgl.config import ConfigError
 from minisgl.error_text import in_one_line
-from minisgl.models.generic.pretrained import loading_by_transformers
+from minisgl.models.generic.load import loading_by_transformers
 from minisgl.verify.compare import compare_rows
 from minisgl.verify.prompt_texts import NamedPrompt
 

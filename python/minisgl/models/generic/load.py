@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from minisgl.distributed import TPGroup
+from minisgl.error_text import in_one_line
 from minisgl.models.config.model_config import ModelConfig, WeightError
 from minisgl.models.generic.attention_interface import PAGED, register
 from minisgl.models.generic.causal_lm import GenericCausalLM, modules_of
 from minisgl.models.generic.meta_run import check_sharding
 from minisgl.models.generic.model_probe import hf_config, make_empty
-from minisgl.models.generic.pretrained import loading_by_transformers
 from minisgl.models.hub import some
 
 logger = logging.getLogger(__name__)
@@ -61,3 +63,17 @@ def _read(folder: Path, dtype: torch.dtype) -> Any:
     if info["missing_keys"]:
         raise WeightError(f"the checkpoint in {folder} lacks {some(sorted(info['missing_keys']))}")
     return model
+
+
+@contextmanager
+def loading_by_transformers(folder: Path) -> Iterator[None]:
+    """Silence transformers' progress bars and warnings; raise WeightError if it cannot load the folder's model."""
+    from safetensors import SafetensorError
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        raise WeightError(f"transformers cannot load {folder}: {in_one_line(error)}") from error
