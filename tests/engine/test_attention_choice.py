@@ -10,11 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from minisgl.attention.backend_choice import CANDIDATES, Candidate, Chooser, make_attention
+from minisgl.attention.backend_choice import (
+    CANDIDATES,
+    Candidate,
+    Chooser,
+    fused_unsupported,
+    latent_unsupported,
+    make_attention,
+)
 from minisgl.attention.backends.page_kernels import PageList, flatten_pages
 from minisgl.attention.backends.torch_backend import TorchAttention
 from minisgl.attention.base import AttentionSpec
-from minisgl.attention.decode_splits import fused_decode_unsupported, latent_unsupported
 from minisgl.attention.self_test import ROLES, Role
 from minisgl.config import ConfigError
 from minisgl.config.engine import attention_names
@@ -72,6 +78,30 @@ def test_latents_are_for_their_kernels() -> None:
         assert why in str(latent_unsupported(spec, HOPPER))
     assert "compute capability 9.0 or 10.x, not 8.0" in str(latent_unsupported(latents, AMPERE))
     assert latent_unsupported(latents, HOPPER) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "capability", "why"),
+    [
+        ({}, HOPPER, None),
+        ({}, (10, 0), None),
+        ({}, (8, 9), "compute capability 9.0"),
+        ({"dtype": torch.float32}, HOPPER, "bfloat16 and float16"),
+        ({"head_dim": 256}, HOPPER, None),
+        ({"head_dim": 512}, HOPPER, None),
+        ({"head_dim": 96}, HOPPER, "64, 128, 256 or 512 dimensions, not 96"),
+        ({"num_heads": 64}, HOPPER, None),
+        ({"num_heads": 72}, HOPPER, "8 query heads a KV head, not 9"),
+        ({"num_heads": 20}, HOPPER, "query heads a KV head"),
+        ({"page_size": 24}, HOPPER, "power of two, not 24"),
+        ({"fp8_kv": True, "window": 100, "page_size": 1}, HOPPER, None),
+    ],
+)
+def test_which_layers_fused_decode_is_for(
+    changed: dict[str, object], capability: tuple[int, int], why: str | None
+) -> None:
+    unsupported = fused_unsupported(replace(SMALL, **changed), capability)  # type: ignore[arg-type]
+    assert unsupported is None if why is None else why in (unsupported or "")
 
 
 def test_without_the_fused_kernel() -> None:
@@ -133,9 +163,9 @@ def test_backends_name_what_they_have_no_kernels_for() -> None:
     assert "sinks in bfloat16" in (fa.unsupported(replace(with_sinks, dtype=torch.float16), HOPPER) or "")
     assert "sinks" not in (fa.unsupported(with_sinks, HOPPER) or "")
     assert varlen.unsupported(with_sinks, HOPPER) is None
-    assert fused_decode_unsupported(with_sinks, HOPPER) is None
-    assert fused_decode_unsupported(replace(SMALL, stores_kv=False), HOPPER) is None
-    assert "shares K and V of another" in (fused_decode_unsupported(replace(with_sinks, stores_kv=False), HOPPER) or "")
+    assert fused_unsupported(with_sinks, HOPPER) is None
+    assert fused_unsupported(replace(SMALL, stores_kv=False), HOPPER) is None
+    assert "shares K and V of another" in (fused_unsupported(replace(with_sinks, stores_kv=False), HOPPER) or "")
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,10 @@
-"""Splits of fused decodes: the assumptions of the kernel, and the layers that it supports."""
+"""Splits of fused decodes: the assumptions of the kernel."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-import torch
 
-from minisgl.attention.base import AttentionSpec
-from minisgl.attention.decode_splits import decode_splits, fused_decode_unsupported
-
-SPEC = AttentionSpec(num_heads=16, num_kv_heads=8, head_dim=128, page_size=64, dtype=torch.bfloat16)
-HOPPER = (9, 0)
+from minisgl.attention.decode_splits import decode_splits
 
 
 @pytest.mark.parametrize("num_sms", [78, 108, 114, 132, 148])
@@ -77,25 +70,3 @@ def test_an_h100_begins_no_more_clusters_than_it_holds() -> None:
     for units in range(1, 50):
         splits = decode_splits(units, 132, 128, spills=False, fp8=False, slow_memory=True)
         assert units + splits.spare_clusters <= held[splits.cluster], units
-
-
-@pytest.mark.parametrize(
-    ("changed", "capability", "why"),
-    [
-        ({}, HOPPER, None),
-        ({}, (10, 0), None),
-        ({}, (8, 9), "compute capability 9.0"),
-        ({"dtype": torch.float32}, HOPPER, "bfloat16 and float16"),
-        ({"head_dim": 256}, HOPPER, None),
-        ({"head_dim": 512}, HOPPER, None),
-        ({"head_dim": 96}, HOPPER, "64, 128, 256 or 512 dimensions, not 96"),
-        ({"num_heads": 64}, HOPPER, None),
-        ({"num_heads": 72}, HOPPER, "8 query heads a KV head, not 9"),
-        ({"num_heads": 20}, HOPPER, "query heads a KV head"),
-        ({"page_size": 24}, HOPPER, "power of two, not 24"),
-        ({"fp8_kv": True, "window": 100, "page_size": 1}, HOPPER, None),
-    ],
-)
-def test_which_models_it_is_for(changed: dict[str, object], capability: tuple[int, int], why: str | None) -> None:
-    unsupported = fused_decode_unsupported(replace(SPEC, **changed), capability)  # type: ignore[arg-type]
-    assert unsupported is None if why is None else why in (unsupported or "")

@@ -22,7 +22,6 @@ from minisgl.attention.backends.cuda_home import provide_cuda_home
 from minisgl.attention.backends.torch_backend import TorchAttention
 from minisgl.attention.backends.varlen import VarlenAttention
 from minisgl.attention.base import AttentionBackend, AttentionSpec, LayerSpec
-from minisgl.attention.decode_splits import fused_decode_unsupported, latent_unsupported
 from minisgl.attention.model_attention import LayerAttention, ModelAttention
 from minisgl.attention.self_test import ROLES, Role, self_test_error
 from minisgl.config import ConfigError
@@ -35,10 +34,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Capability = tuple[int, int]
+Unsupported = Callable[[AttentionSpec, Capability], str | None]
+"""Says why a backend cannot run a layer on a GPU; None if it can."""
 
 SIXTEEN_BITS = torch.bfloat16, torch.float16
 TESTED: tuple[Capability, ...] = ((9, 0),)
 FP8: Capability = (8, 9)  # the first GPUs that convert FP8 in hardware
+MAX_GROUP = 8  # query heads of a KV head in fused decode: columns of a tensor-core instruction
 MAX_SCORES = 1 << 22  # scores of a head that torch may store at a time on a GPU: 0.5 GiB for 32 heads in float32
 
 
@@ -47,7 +49,7 @@ class Candidate:
     """A backend that may be chosen for a layer."""
 
     title: str
-    unsupported: Callable[[AttentionSpec, Capability], str | None]  # why it cannot run the layer here; None: it can
+    unsupported: Unsupported
     make: Callable[[AttentionSpec, torch.device], AttentionBackend] | None  # None: fused decode, which is no backend
     ready: Callable[[AttentionSpec, Capability, Role], bool] = lambda *_: True  # without compiling for minutes
 
@@ -232,8 +234,41 @@ def _fi_ready(spec: AttentionSpec, capability: Capability, role: Role) -> bool:
     return module_path(spec, capability, decode=role == "decode").exists()
 
 
-def _fused_unsupported(spec: AttentionSpec, capability: Capability) -> str | None:
-    return import_error("cuda.core", "cuda-core", "cuda") or fused_decode_unsupported(spec, capability)
+def fused_unsupported(spec: AttentionSpec, capability: Capability) -> str | None:
+    """Return why csrc/decode_attention.cu cannot run a layer on this GPU, or None."""
+    if spec.has_sinks and not spec.stores_kv:
+        return "it counts sinks beside a new token, which a layer that shares K and V of another does not have"
+    if capability < (9, 0):
+        return "it needs thread block clusters (compute capability 9.0)"
+    if spec.dtype not in SIXTEEN_BITS:
+        return "it is for bfloat16 and float16"
+    if spec.head_dim not in (64, 128, 256, 512):
+        return f"it is for heads of 64, 128, 256 or 512 dimensions, not {spec.head_dim}"
+    if spec.num_heads % spec.num_kv_heads or spec.group > MAX_GROUP:
+        return f"it is for up to {MAX_GROUP} query heads a KV head, not {spec.group}"
+    if spec.page_size & (spec.page_size - 1):
+        return f"it is for pages of a power of two, not {spec.page_size}"
+    return None
+
+
+def latent_unsupported(spec: AttentionSpec, capability: Capability) -> str | None:
+    """Return why the kernels for latents cannot run a layer on this GPU, or None."""
+    if capability[0] not in (9, 10):
+        return f"it needs a GPU of compute capability 9.0 or 10.x, not {capability[0]}.{capability[1]}"
+    if spec.latent_dim is None:
+        return "it is for latent attention"
+    if spec.latent_dim != 512 or spec.head_dim != 576:
+        return f"it has kernels for latents of 512 + 64, not of {spec.latent_dim} in {spec.head_dim}"
+    if spec.fp8_kv:
+        return "it does not read latents in 8 bits (--kv-cache-dtype fp8_e4m3)"
+    if spec.dtype not in SIXTEEN_BITS:
+        return f"it is for bfloat16 and float16, not {str(spec.dtype).removeprefix('torch.')}"
+    return None
+
+
+def _with_cuda_core(unsupported: Unsupported) -> Unsupported:
+    """Return the rule of a backend whose kernels are those of csrc/, which cuda-core compiles and launches."""
+    return lambda spec, capability: import_error("cuda.core", "cuda-core", "cuda") or unsupported(spec, capability)
 
 
 def _make_fa(spec: AttentionSpec, device: torch.device) -> AttentionBackend:
@@ -249,10 +284,6 @@ def _make_fi(spec: AttentionSpec, device: torch.device) -> AttentionBackend:
     if not all(_fi_ready(spec, capability, role) for role in ROLES):
         logger.info("FlashInfer compiles its kernels at their first use: up to a minute each, once")
     return FlashInfer(spec, device)
-
-
-def _latent_unsupported(spec: AttentionSpec, capability: Capability) -> str | None:
-    return import_error("cuda.core", "cuda-core", "cuda") or latent_unsupported(spec, capability)
 
 
 def _make_latent(spec: AttentionSpec, device: torch.device) -> AttentionBackend:
@@ -273,7 +304,7 @@ CANDIDATES: Mapping[str, Candidate] = {
     "varlen": Candidate(
         "torch's FlashAttention 2 (varlen)", _varlen_unsupported, lambda spec, _: VarlenAttention(spec)
     ),
-    "latent": Candidate("the kernels for latents (latent)", _latent_unsupported, _make_latent),
-    "fused": Candidate("the fused decode kernel (fused)", _fused_unsupported, make=None),
+    "latent": Candidate("the kernels for latents (latent)", _with_cuda_core(latent_unsupported), _make_latent),
+    "fused": Candidate("the fused decode kernel (fused)", _with_cuda_core(fused_unsupported), make=None),
     "torch": Candidate("torch", lambda *_: None, lambda spec, _: TorchAttention(spec, MAX_SCORES)),
 }

@@ -4,30 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-from minisgl.attention.base import AttentionSpec
-
-LATENT_HEADS = 16  # query heads of a block of csrc/latent_decode.cu
 VALUE_DIM = 256  # most dimensions of V that a cluster of csrc/decode_attention.cu has; larger heads take two clusters
-_MAX_GROUP = 8  # query heads of a KV head: columns of a tensor-core instruction
-
-
-def fused_decode_unsupported(spec: AttentionSpec, capability: tuple[int, int]) -> str | None:
-    """Return why the kernel cannot run a layer on this GPU, or None."""
-    if spec.has_sinks and not spec.stores_kv:
-        return "it counts sinks beside a new token, which a layer that shares K and V of another does not have"
-    if capability < (9, 0):
-        return "it needs thread block clusters (compute capability 9.0)"
-    if spec.dtype not in (torch.bfloat16, torch.float16):
-        return "it is for bfloat16 and float16"
-    if spec.head_dim not in (64, 128, 256, 512):
-        return f"it is for heads of 64, 128, 256 or 512 dimensions, not {spec.head_dim}"
-    if spec.num_heads % spec.num_kv_heads or spec.group > _MAX_GROUP:
-        return f"it is for up to {_MAX_GROUP} query heads a KV head, not {spec.group}"
-    if spec.page_size & (spec.page_size - 1):
-        return f"it is for pages of a power of two, not {spec.page_size}"
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,18 +112,3 @@ def decode_splits(
     # The number of blocks on a multiprocessor that leaves the least of the last wave idle.
     blocks = min((3, 4), key=lambda blocks: -(-units // (blocks * num_sms)) * blocks)
     return _many_rows(1, 4, blocks, num_sms)
-
-
-def latent_unsupported(spec: AttentionSpec, capability: tuple[int, int]) -> str | None:
-    """Return why the kernels for latents cannot run these layers; None if they can."""
-    if capability[0] not in (9, 10):
-        return f"it needs a GPU of compute capability 9.0 or 10.x, not {capability[0]}.{capability[1]}"
-    if spec.latent_dim is None:
-        return "it is for latent attention"
-    if spec.latent_dim != 512 or spec.head_dim != 576:
-        return f"it has kernels for latents of 512 + 64, not of {spec.latent_dim} in {spec.head_dim}"
-    if spec.fp8_kv:
-        return "it does not read latents in 8 bits (--kv-cache-dtype fp8_e4m3)"
-    if spec.dtype not in (torch.bfloat16, torch.float16):
-        return f"it is for bfloat16 and float16, not {str(spec.dtype).removeprefix('torch.')}"
-    return None

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import AttentionSpec
-from minisgl.attention.decode_splits import LATENT_HEADS
 from minisgl.kernel.launch.compile import Compiler
 from minisgl.kernel.launch.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.kvcache.pool import KVPool
 
 _THREADS = 256
+_BLOCK_HEADS = 16  # query heads of a block of latent_decode.cu
 _TILE = 32  # tokens, as in latent_decode.cu
 _STAGES = 5  # stages of the ring in latent_decode.cu
 _MAX_SPLITS = 64  # per row; with more, the merge takes longer than the splits save
@@ -37,7 +37,7 @@ class LatentQueries:
 
     def forward(self, layer: int, q: Tensor, kv: KVPool, sinks: Tensor | None = None) -> Tensor:  # noqa: ARG002
         queries, heads, _ = q.shape
-        blocks, rank = -(-heads // LATENT_HEADS), self.spec.latent_dim or 0
+        blocks, rank = -(-heads // _BLOCK_HEADS), self.spec.latent_dim or 0
         splits = max(min(self.compiler.num_sms // (queries * blocks), _MAX_SPLITS), 1)
         out = q.new_empty((queries, heads, rank))
         partial: Tensor | None = None
@@ -82,7 +82,7 @@ def _spec(kernel: str, spec: AttentionSpec) -> KernelSpec:
     macros: Macros = {"SCALAR": SCALAR_NAMES[spec.dtype], "RANK": rank, "ROPE": rope, "PAGE_SIZE": spec.page_size}
     shared = 0
     if kernel == "latent_decode":  # struct Shared of latent_decode.cu
-        rows, shares = _STAGES * _TILE * (rank + rope + 8), LATENT_HEADS * (_TILE + 8)
-        floats = LATENT_HEADS * (2 * (_TILE + 1) + 2)
+        rows, shares = _STAGES * _TILE * (rank + rope + 8), _BLOCK_HEADS * (_TILE + 8)
+        floats = _BLOCK_HEADS * (2 * (_TILE + 1) + 2)
         shared = 2 * (rows + shares) + 4 * floats
     return KernelSpec("latent_decode.cu", kernel, macros, shared_bytes=shared)
