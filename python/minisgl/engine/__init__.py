@@ -8,6 +8,6 @@ which `cpu_threads` says how many threads a step may use. A step is two launches
 - `sampling/` applies these to the logits and draws the tokens.
 
 `cuda_graphs/` replays decodes and small prefills in one launch, and tries at the start which graphs are right and pay.
-A `start` goes in this order: `parts` loads kernels and weights, the graphs are tried, `memory_trial` and `memory` size
+The start goes in this order: `parts` loads kernels and weights, the graphs are tried, `memory_trial` and `memory` size
 the KV pool, and `step_costs` measures how long steps take.
 """

@@ -21,8 +21,7 @@ from minisgl.engine.device import resolve_device, resolve_dtype
 from minisgl.engine.forward import ForwardOutput
 from minisgl.engine.memory import CPU_SEQUENCES, Needs, memory_budget, pool_size
 from minisgl.engine.memory_trial import measure_needs
-from minisgl.engine.parts import RunnerParts, load_parts, shard_logits
-from minisgl.engine.start import EngineStart, Phase
+from minisgl.engine.parts import EngineStart, PhaseTimer, RunnerParts, load_parts, shard_logits
 from minisgl.engine.step_costs import estimate, measure
 from minisgl.kvcache.layout import KVLayout
 from minisgl.kvcache.window import WindowGroup
@@ -41,7 +40,7 @@ class Engine:
         model: ModelConfig,
         *,
         tp: TPGroup,
-        phase: Phase,
+        phase: PhaseTimer,
         progress: bool,
         max_prefill_tokens: int,
         reuses_prefixes: bool,

@@ -1,10 +1,12 @@
-"""Parts of a rank's step runner: kernels, attention, weights and slots, before the size of its KV pool is known."""
+"""Start of a rank's engine: its facts, and the parts that are loaded before the size of the KV pool is known."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,14 +16,14 @@ import torch
 from minisgl.attention.backend_choice import make_attention
 from minisgl.attention.base import AttentionSpec, LayerSpec, RecurrentSpec
 from minisgl.attention.model_attention import ModelAttention
-from minisgl.config import ConfigError
+from minisgl.config import ConfigError, EngineConfig
+from minisgl.distributed import TPGroup
 from minisgl.engine.device import GIB, bound_primitive_caches
 from minisgl.engine.forward import StepRunner
 from minisgl.engine.memory import Needs, describe_states, memory_budget, slots_that_fit, snapshots_that_fit
 from minisgl.engine.pooling import PoolingRunner
 from minisgl.engine.queue import DeviceQueue, make_queue
 from minisgl.engine.sampling.sampler import Sampler, TorchSampler
-from minisgl.engine.start import EngineStart
 from minisgl.engine.state import SlotState
 from minisgl.kernel.availability import has_kernels, make_ops
 from minisgl.kernel.base import Ops
@@ -33,6 +35,7 @@ from minisgl.layers.layer_config import AttentionConfig
 from minisgl.layers.linear import bind_weights, product_labels
 from minisgl.layers.mlp import expert_labels
 from minisgl.models.base import Model
+from minisgl.models.config.model_config import ModelConfig
 from minisgl.models.pooling_model import PoolingModel
 from minisgl.models.weights.loading import LoadOptions, build_model, load_model
 
@@ -40,6 +43,25 @@ if TYPE_CHECKING:  # needs CUDA's packages
     from minisgl.engine.sampling.sharded_logits import ShardedLogits
 
 logger = logging.getLogger(__name__)
+
+PhaseTimer = Callable[[str], AbstractContextManager[None]]
+"""Makes the context in which a named part of the start runs, and reports its seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStart:
+    """Facts that are known before a rank's engine loads and measures its parts."""
+
+    config: EngineConfig
+    model: ModelConfig
+    tp: TPGroup
+    device: torch.device
+    dtype: torch.dtype
+    context_len: int  # most tokens of a sequence, if the pool can hold them
+    max_prefill_tokens: int  # of a step
+    reuses_prefixes: bool  # prefixes are cached, so that snapshots of recurrent states are worth their memory
+    phase: PhaseTimer
+    progress: bool  # bars are shown
 
 
 @dataclass(frozen=True, slots=True)
