@@ -33,7 +33,7 @@ from measuring.traces import read_trace
 from measuring.workload import fit_context, poisson_arrivals
 from minisgl.config import SchedulerConfig
 from minisgl.core import AnyArray, Batch, Int32Array, PendingStep, StepResult
-from minisgl.engine.step_costs import measure
+from minisgl.engine.cost_measurement import measure_cost
 from minisgl.kvcache.pools import make_pools
 from minisgl.sampling_params import SamplingParams
 from minisgl.scheduler.loop import StepLoop
@@ -117,7 +117,7 @@ class Arrival:
 
 def measured_cost(roofline: Roofline, max_prefill_tokens: int, num_slots: int) -> StepCost:
     """Return the cost model that an engine with this device would measure."""
-    cost = measure(
+    cost = measure_cost(
         lambda batches: [roofline.seconds(batch) for batch in batches],
         num_pages=NUM_PAGES,
         page_size=PAGE_SIZE,

@@ -2,8 +2,8 @@
 
 A step with chunks is a fixed part, the products of its tokens, and the attention of each token to those before it. A
 step of decodes alone has a fixed part of its own, the time of reading all weights, during which the GPU also computes
-most of their products. The engine measures or estimates the coefficients at its start (`engine.step_costs`); the
-scheduler corrects them by the steps that it has measured since.
+most of their products. The engine finds the coefficients at its start (`engine.cost_measurement`); the scheduler
+corrects them by the steps that it has measured since.
 """
 
 from __future__ import annotations

@@ -9,5 +9,5 @@ which `cpu_threads` says how many threads a step may use. A step is two launches
 
 `cuda_graphs/` replays decodes and small prefills in one launch, and tries at the start which graphs are right and pay.
 The start goes in this order: `parts` loads kernels and weights, the graphs are tried, `memory_trial` and `memory` size
-the KV pool, and `step_costs` measures how long steps take.
+the KV pool, and `cost_measurement` finds how long steps take.
 """

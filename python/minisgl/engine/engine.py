@@ -14,6 +14,7 @@ from torch import Tensor
 from minisgl.config import ConfigError, EngineConfig
 from minisgl.core import AnyArray, Batch, Int32Array, PendingStep, StepResult
 from minisgl.distributed import TPGroup
+from minisgl.engine.cost_measurement import estimate_cost, measure_cost
 from minisgl.engine.cuda_graphs.graphs import DecodeGraphs, Graphs, samples_from_graph
 from minisgl.engine.cuda_graphs.sizes import GraphSizes, graph_sizes
 from minisgl.engine.cuda_graphs.trial import sizes_that_pass
@@ -22,7 +23,6 @@ from minisgl.engine.forward import ForwardOutput
 from minisgl.engine.memory import CPU_SEQUENCES, Needs, memory_budget, pool_size
 from minisgl.engine.memory_trial import measure_needs
 from minisgl.engine.parts import EngineStart, PhaseTimer, RunnerParts, load_parts, shard_logits
-from minisgl.engine.step_costs import estimate, measure
 from minisgl.kvcache.layout import KVLayout
 from minisgl.kvcache.window import WindowGroup
 from minisgl.limits import Limits
@@ -141,9 +141,11 @@ class Engine:
         """Return the cost of steps: measured on a GPU, estimated for a CPU."""
         if self.device.type != "cuda":
             weight_bytes = sum(weight.nbytes for weight in parts.model.parameters())
-            return estimate(weight_bytes, parts.model.layer_weights * len(parts.start.model.layers), parts.attending)
+            return estimate_cost(
+                weight_bytes, parts.model.layer_weights * len(parts.start.model.layers), parts.attending
+            )
         with parts.start.phase("measure a step's time"):
-            cost = measure(
+            cost = measure_cost(
                 self._device_seconds,
                 num_pages=self.num_pages,
                 page_size=self.page_size,

@@ -12,7 +12,7 @@ import pytest
 
 from minisgl import LLM
 from minisgl.core import Batch
-from minisgl.engine.step_costs import DECODES, SMALL_CHUNK, measure
+from minisgl.engine.cost_measurement import DECODES, SMALL_CHUNK, measure_cost
 from minisgl.step_cost import StepCost
 
 DEVICE = StepCost(
@@ -75,7 +75,7 @@ class TimedDevice:
 @pytest.mark.parametrize("max_seq_len", [40_000, 700, 20])
 def test_a_measurement_finds_the_device(num_pages: int, page_size: int, max_seq_len: int) -> None:
     device = TimedDevice(num_pages, page_size)
-    cost = measure(
+    cost = measure_cost(
         device.seconds_of,
         num_pages=num_pages,
         page_size=page_size,
@@ -101,7 +101,7 @@ def test_with_many_slots_a_measurement_tells_decodes_alone_from_those_beside_chu
 
 def measured(device: TimedDevice, num_slots: int = DECODES, max_seq_len: int = 40_000) -> StepCost:
     sizes = {"num_pages": 50_000, "page_size": 16, "vocab_size": 100, "max_seq_len": max_seq_len}
-    cost = measure(device.seconds_of, **sizes, num_slots=num_slots, max_prefill_tokens=8192)
+    cost = measure_cost(device.seconds_of, **sizes, num_slots=num_slots, max_prefill_tokens=8192)
     assert cost is not None
     return cost
 
@@ -129,7 +129,7 @@ def test_an_engine_too_small_is_not_measured() -> None:
         "max_seq_len": 3,
         "max_prefill_tokens": 1,
     }
-    assert measure(device.seconds_of, **sizes) is None
+    assert measure_cost(device.seconds_of, **sizes) is None
 
 
 def test_a_decode_of_the_measurement_attends_to_its_context() -> None:
@@ -146,6 +146,6 @@ def test_a_decode_of_the_measurement_attends_to_its_context() -> None:
             return [1.0] * len(batches)
 
         sizes = {"num_pages": 400, "page_size": 16, "num_slots": 4, "vocab_size": 256, "max_seq_len": 600}
-        assert measure(seconds_of, **sizes, max_prefill_tokens=512) is not None
+        assert measure_cost(seconds_of, **sizes, max_prefill_tokens=512) is not None
     assert [600] * 4 in lengths  # with the sampled one
     assert [3] * 4 in lengths

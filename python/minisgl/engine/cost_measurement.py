@@ -30,7 +30,7 @@ CPU_ATTENTION = 2e10  # operations a second of a CPU's attention
 NOTHING = 1e-9  # the fewest seconds of a token of a prompt, so that budgets stay finite
 
 
-def estimate(weight_bytes: int, weights_per_token: int, specs: Sequence[AttentionSpec]) -> StepCost:
+def estimate_cost(weight_bytes: int, weights_per_token: int, specs: Sequence[AttentionSpec]) -> StepCost:
     """Return what a CPU may take: the weights read once, `weights_per_token` products for each token, attention."""
     token = 2 * weights_per_token / CPU_OPERATIONS
     context = sum(4 * spec.num_heads * spec.head_dim for spec in specs) / CPU_ATTENTION
@@ -43,7 +43,7 @@ def estimate(weight_bytes: int, weights_per_token: int, specs: Sequence[Attentio
     )
 
 
-def measure(
+def measure_cost(
     seconds_of: Callable[[Sequence[Batch]], Sequence[float]],
     *,
     num_pages: int,
