@@ -22,7 +22,7 @@ from minisgl import LLM
 from minisgl.core import Batch
 from minisgl.engine.cuda_graphs.graphs import PrefillGraphs
 from minisgl.engine.engine import Engine
-from minisgl.engine.forward import pad_inputs, step_inputs, views_like
+from minisgl.engine.step_inputs import pad_inputs, step_inputs, views_like
 from minisgl.layers.delta_net import GatedDeltaNet
 from models.tiny import HYBRID
 from support.prefill_graphs import capture_all_prefills

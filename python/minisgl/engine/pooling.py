@@ -12,9 +12,10 @@ from torch import Tensor
 
 from minisgl.attention.model_attention import ModelAttention
 from minisgl.core import Batch, Int32Array
-from minisgl.engine.forward import ForwardOutput, StepInputs, StepRunner
+from minisgl.engine.forward import ForwardOutput, StepRunner
 from minisgl.engine.sampling.sampler import Sampler
 from minisgl.engine.state import SlotState
+from minisgl.engine.step_inputs import StepInputs
 from minisgl.kernel.base import Ops
 from minisgl.kvcache.pool import KVPool
 from minisgl.models.pooling_model import PoolingModel

@@ -19,7 +19,8 @@ from minisgl.core import Batch
 from minisgl.distributed import SingleRank
 from minisgl.engine.cuda_graphs.graphs import DecodeGraphs
 from minisgl.engine.engine import Engine
-from minisgl.engine.forward import ForwardOutput, step_inputs
+from minisgl.engine.forward import ForwardOutput
+from minisgl.engine.step_inputs import step_inputs
 from minisgl.layers.norm import RMSNorm
 from minisgl.message.types import unpack_ids
 from minisgl.models.config.model_config import ModelConfig

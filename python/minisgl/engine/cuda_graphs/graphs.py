@@ -21,7 +21,8 @@ from minisgl.attention.model_attention import CapturedDecode
 from minisgl.context import ForwardContext
 from minisgl.core import Batch
 from minisgl.engine.cuda_graphs.sizes import GraphSizes
-from minisgl.engine.forward import ForwardOutput, StepInputs, StepRunner, pad_inputs, step_inputs, views_like
+from minisgl.engine.forward import ForwardOutput, StepRunner
+from minisgl.engine.step_inputs import StepInputs, pad_inputs, step_inputs, views_like
 from minisgl.sampling_params import SamplingFlags
 from minisgl.uploads import pinned, upload
 

@@ -18,8 +18,9 @@ from torch import Tensor
 from minisgl.core import Batch, pages_for
 from minisgl.engine.cuda_graphs.graphs import DecodeGraphs, GraphMemory, PrefillGraphs
 from minisgl.engine.cuda_graphs.sizes import GraphSizes
-from minisgl.engine.forward import StepRunner, step_inputs, views_like
+from minisgl.engine.forward import StepRunner
 from minisgl.engine.parts import RunnerParts
+from minisgl.engine.step_inputs import step_inputs, views_like
 from minisgl.error_text import in_one_line
 from minisgl.sampling_params import SamplingFlags
 from minisgl.uploads import upload

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl.core import Batch, ScoredTokens
-from minisgl.engine.forward import pad_inputs, step_inputs, views_like
+from minisgl.engine.step_inputs import pad_inputs, step_inputs, views_like
 
 SCRATCH = 99
 MAX_SEQ_LEN = 50
