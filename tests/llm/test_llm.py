@@ -256,8 +256,8 @@ def test_closing_frees_the_logits_of_a_step_that_was_not_sampled(monkeypatch: py
         monkeypatch.setattr(llm.loop.scheduler, "fill", lose_a_rank)
         with pytest.raises(RankLost):
             llm.generate("abc", SamplingParams(max_tokens=2, grammar=Grammar("regex", "a+")))
-        assert llm._engine._forwarded is not None
-        logits = weakref.ref(llm._engine._forwarded().logits)
+        assert llm._engine._output is not None
+        logits = weakref.ref(llm._engine._output().logits)
         assert logits() is not None
     assert logits() is None
 

@@ -89,7 +89,7 @@ class Engine:
             (self.num_slots, -(-model.vocab_size // 32)), dtype=torch.int32, pin_memory=self.device.type == "cuda"
         )
         # Output of the forward whose sampling has not been launched yet.
-        self._forwarded: Callable[[], ForwardOutput] | None = None
+        self._output: Callable[[], ForwardOutput] | None = None
         self._graphs = self._capture_graphs(start, sizes)
         self.step_cost: StepCost | None = self._step_cost(parts, launching)
 
@@ -168,21 +168,21 @@ class Engine:
     def forward(self, batch: Batch) -> None:
         """Launch a step's forward after the earlier launches, and return at once."""
         self._queue.begin()
-        self._forwarded = self._queue.launch(lambda: self._forward(batch))
+        self._output = self._queue.launch(lambda: self._forward(batch))
 
     def sample(self, batch: Batch, bitmask: Int32Array | None = None) -> PendingStep:
         """Launch the sampling of the step whose forward was launched last, and return at once.
 
         `bitmask`: the first rows of `self.bitmask`, one for each row of the batch that samples.
         """
-        forwarded, self._forwarded = self._forwarded, None
-        if forwarded is None:
+        output, self._output = self._output, None
+        if output is None:
             raise RuntimeError("a step's sampling must be launched once, after its forward")
         words = None if bitmask is None else self._bitmask[: len(bitmask)]
 
         def sample() -> StepResult[Tensor]:
             on_device = None if words is None else words.to(self.device, non_blocking=True)
-            return self._sample(batch, forwarded(), on_device)
+            return self._sample(batch, output(), on_device)
 
         pending = self._queue.submit(sample)
 
@@ -215,12 +215,12 @@ class Engine:
         prefill = None if self._graphs is None else self._graphs.prefill(batch)
         return self._runner.forward(batch) if prefill is None else prefill.forward(batch)
 
-    def _sample(self, batch: Batch, forwarded: ForwardOutput, bitmask: Tensor | None) -> StepResult[Tensor]:
+    def _sample(self, batch: Batch, output: ForwardOutput, bitmask: Tensor | None) -> StepResult[Tensor]:
         graphs = self._graphs_for(batch)
         eager = graphs is None or bitmask is not None or not samples_from_graph(batch)
         return self._runner.sample(
             batch,
-            forwarded,
+            output,
             bitmask,
             replay=None if graphs is None or eager else partial(graphs.sample, batch),
             processed_logprobs=self._processed_logprobs,
@@ -244,7 +244,7 @@ class Engine:
             # Leaving NCCL's group waits for graphs with its collectives. The traceback of an interrupted step may
             # refer to them, so that they would not be freed in time without this.
             self._graphs.close()
-        self._graphs = self._forwarded = None  # a call that failed may have left logits, which ranks can share
+        self._graphs = self._output = None  # a call that failed may have left logits, which ranks can share
         del self._runner, self._bitmask
         gc.collect()  # modules and graphs refer to one another
         self._tp.close()

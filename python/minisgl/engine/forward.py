@@ -83,7 +83,7 @@ class StepRunner:
         """Run the step with its inputs on the host and on the device."""
         logits_indices = inputs.logits_indices.long()
         ctx = self.context(inputs, batch.query_lens, host.kv_lens, logits_indices=logits_indices)
-        return self.read(batch, self.model.model(ctx), logits_indices, inputs.sampling_slots.long(), inputs, ctx)
+        return self.output(batch, self.model.model(ctx), logits_indices, inputs.sampling_slots.long(), inputs, ctx)
 
     def context(
         self,
@@ -132,7 +132,7 @@ class StepRunner:
             return captured_rows(inputs.query_starts, slots, positions)
         return recurrent_rows(query_lens, slots, positions, history, lambda array: upload(array, self.state.device))
 
-    def read(
+    def output(
         self,
         batch: Batch,
         states: Tensor,
@@ -163,7 +163,7 @@ class StepRunner:
     def sample(
         self,
         batch: Batch,
-        forwarded: ForwardOutput,
+        output: ForwardOutput,
         bitmask: Tensor | None = None,
         *,
         replay: Callable[[], Tensor] | None = None,
@@ -175,8 +175,8 @@ class StepRunner:
         place of the sampler. `processed_logprobs`: score with the logits after processing and temperature, else with
         the model's.
         """
-        wanted, logits, slots = batch.logprobs, forwarded.logits, forwarded.slots
-        if forwarded.is_pooled:
+        wanted, logits, slots = batch.logprobs, output.logits, output.slots
+        if output.is_pooled:
             return StepResult(slots.int()[:0], vectors=logits)
         if wanted is not None:
             rows = upload(wanted.rows.astype(np.int64), self.state.device)
@@ -192,8 +192,8 @@ class StepRunner:
         if wanted is None:
             return StepResult(tokens)
         chosen = tokens[rows].long().clamp_(min=0)  # NO_TOKEN is no index
-        output = compute_logprobs(scored.__getitem__, chosen, scored.shape[1], wanted.top)
-        return StepResult(tokens, output, forwarded.prompt_logprobs)
+        logprobs = compute_logprobs(scored.__getitem__, chosen, scored.shape[1], wanted.top)
+        return StepResult(tokens, logprobs, output.prompt_logprobs)
 
     def _processed(self, logits: Tensor, slots: Tensor, bitmask: Tensor | None) -> Tensor:
         """Return logits [n, V] after processing and temperature, before the filters."""

@@ -263,4 +263,4 @@ class PrefillGraphs:
         views = views_like(captured.packed, host)
         logits_indices, slots = views.logits_indices.long(), views.sampling_slots.long()
         states = self._states[logits_indices]
-        return runner.read(batch, states, logits_indices, slots, captured.inputs, captured.context)
+        return runner.output(batch, states, logits_indices, slots, captured.inputs, captured.context)
