@@ -8,10 +8,10 @@ import importlib.util
 from minisgl.error_text import summary
 
 
-def import_error(module: str, package: str, extra: str) -> str | None:
-    """Say in one line why a module of an optional package cannot be imported, or return None."""
+def import_error(module: str, package: str) -> str | None:
+    """Say in one line why a module of a package of the extra `cuda` cannot be imported, or return None."""
     if not _is_installed(module):
-        return f"the package {package} is not installed (pip install 'minisgl[{extra}]')"
+        return f"the package {package} is not installed (pip install 'minisgl[cuda]')"
     try:
         importlib.import_module(module)
     except Exception as error:  # a package built for another torch or driver may raise anything

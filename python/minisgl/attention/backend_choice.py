@@ -191,8 +191,8 @@ def _fa_unsupported(spec: AttentionSpec, capability: Capability) -> str | None:
         return "it takes attention sinks in bfloat16 alone"
     why = _unsupported(spec, head_dims=range(16, 257, 16) if spec.fp8_kv else range(8, 257, 8))
     if why is None and spec.fp8_kv:  # upcast by the kernels of csrc/
-        why = import_error("cuda.core", "cuda-core", "cuda")
-    return why or import_error("sgl_kernel.flash_attn", "sglang-kernel", "cuda")
+        why = import_error("cuda.core", "cuda-core")
+    return why or import_error("sgl_kernel.flash_attn", "sglang-kernel")
 
 
 def _fi_unsupported(spec: AttentionSpec, capability: Capability) -> str | None:
@@ -204,7 +204,7 @@ def _fi_unsupported(spec: AttentionSpec, capability: Capability) -> str | None:
     if why is not None:
         return why
     toolkit = provide_cuda_home()
-    why = import_error("flashinfer.decode", "flashinfer-python", "cuda")
+    why = import_error("flashinfer.decode", "flashinfer-python")
     if why is None and toolkit is None and not all(_fi_ready(spec, capability, role) for role in ROLES):
         return (
             "its kernels are not compiled, and there is no CUDA toolkit (nvcc) to do it (pip install nvidia-cuda-nvcc)"
@@ -268,7 +268,7 @@ def latent_unsupported(spec: AttentionSpec, capability: Capability) -> str | Non
 
 def _with_cuda_core(unsupported: Unsupported) -> Unsupported:
     """Return the rule of a backend whose kernels are those of csrc/, which cuda-core compiles and launches."""
-    return lambda spec, capability: import_error("cuda.core", "cuda-core", "cuda") or unsupported(spec, capability)
+    return lambda spec, capability: import_error("cuda.core", "cuda-core") or unsupported(spec, capability)
 
 
 def _make_fa(spec: AttentionSpec, device: torch.device) -> AttentionBackend:

@@ -40,7 +40,7 @@ def kernels_missing(device: torch.device) -> str | None:
     """Return the name of what is missing to compile and run csrc/ for this device, or None."""
     if device.type != "cuda":
         return "a GPU"
-    why = import_error("cuda.core", "cuda-core", "cuda") or import_error("cuda.bindings", "cuda-bindings", "cuda")
+    why = import_error("cuda.core", "cuda-core") or import_error("cuda.bindings", "cuda-bindings")
     if why is not None:
         return f"cuda-core, but {why}"
     if torch.cuda.get_device_capability(device) < OLDEST:

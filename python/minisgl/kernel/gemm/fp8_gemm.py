@@ -274,7 +274,7 @@ def _arguments(
 
 def _sglang_product() -> Callable[..., Tensor] | None:
     """Return sglang-kernel's product with row scales, if the package is installed; it is faster than torch's."""
-    if import_error("sgl_kernel", "sglang-kernel", "cuda") is not None:
+    if import_error("sgl_kernel", "sglang-kernel") is not None:
         return None
     from sgl_kernel import fp8_scaled_mm
 
