@@ -8,7 +8,7 @@ from minisgl.cli import parse_args
 from minisgl.config import ConfigError, EngineConfig, ServerConfig
 from minisgl.models.hub import demo_folder
 from minisgl.parsers.parser_choice import TOOL_CALL_PARSERS, Parsers, long_id, short_id
-from minisgl.tokenizer.folder import model_parsers
+from minisgl.tokenizer.tokenizer_config import model_parsers
 
 # What is telling about the templates of each family.
 QWEN25 = "{{ '<tool_call>' }} return a json object with function name and arguments within <tool_call></tool_call>"

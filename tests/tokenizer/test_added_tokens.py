@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from minisgl.tokenizer.files import load_decoder
+from minisgl.tokenizer.load_tokenizer import load_decoder
 from minisgl.tokenizer.text import TextTokenizer
 from tokenizer import small
 

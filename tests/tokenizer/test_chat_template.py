@@ -18,8 +18,8 @@ from minisgl.config import ConfigError, EngineConfig, ServerConfig, SourceConfig
 from minisgl.models.hub import demo_folder
 from minisgl.sampling_params import InvalidRequest
 from minisgl.tokenizer.chat_template import ChatTemplates
-from minisgl.tokenizer.folder import model_parsers
 from minisgl.tokenizer.text import TextTokenizer
+from minisgl.tokenizer.tokenizer_config import model_parsers
 from minisgl.tokenizer.tokenizer_worker import describe
 from tokenizer import small
 

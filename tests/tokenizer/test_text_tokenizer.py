@@ -20,7 +20,7 @@ import minisgl
 from minisgl.config import ConfigError
 from minisgl.sampling_params import InvalidRequest
 from minisgl.structured_output.matcher import model_vocabulary
-from minisgl.tokenizer.files import load_decoder, load_tokenizer
+from minisgl.tokenizer.load_tokenizer import load_decoder, load_tokenizer
 from minisgl.tokenizer.text import TextTokenizer
 from tokenizer import small
 
@@ -261,7 +261,7 @@ def test_no_heavy_imports(qwen_path: Path, module: str) -> None:
 import sys
 import {module}
 from pathlib import Path
-from minisgl.tokenizer.files import load_decoder, load_tokenizer
+from minisgl.tokenizer.load_tokenizer import load_decoder, load_tokenizer
 from minisgl.tokenizer.detokenizer import Detokenizer
 folder = Path({str(qwen_path)!r})
 load_tokenizer(folder), Detokenizer(load_decoder(folder))

@@ -24,7 +24,7 @@ from minisgl.scheduler.loop import StepCounts, StepLoop
 from minisgl.scheduler.ranks import follow
 from minisgl.scheduler.steps.trace import StepTrace
 from minisgl.structured_output.matcher import GrammarMatchers
-from minisgl.tokenizer.files import load_tokenizer
+from minisgl.tokenizer.load_tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -3,6 +3,6 @@
 `text` encodes prompts, conversations with the model's `chat_template` and pairs for rerankers with `pairs`; `admission`
 turns a request into what the scheduler runs. `decoders/` turns output ids into text as they come (`decoder_choice` says
 by which decoder), and `detokenizer` holds that state for all sequences and finds stop strings. `tokenizer_worker` and
-`detokenizer_worker` serve them on sockets. `files` and `folder` read a model's folder. Nothing here imports torch, nor
-transformers for a model that has a tokenizer.json.
+`detokenizer_worker` serve them on sockets. `load_tokenizer` and `tokenizer_config` read a model's folder. Nothing
+here imports torch, nor transformers for a model that has a tokenizer.json.
 """

@@ -12,7 +12,7 @@ from minisgl.message.to_scheduler import ToScheduler
 from minisgl.message.types import Flushed, ProcessCounts, StatsReport
 from minisgl.process.worker import Worker
 from minisgl.tokenizer.detokenizer import Detokenizer
-from minisgl.tokenizer.files import load_decoder
+from minisgl.tokenizer.load_tokenizer import load_decoder
 
 
 def run(worker: Worker) -> None:

@@ -16,8 +16,8 @@ from minisgl.sampling_params import CONTEXT_LENGTH_EXCEEDED, InvalidRequest
 from minisgl.tokenizer.chat_template import ChatTemplates
 from minisgl.tokenizer.decoder_choice import make_decoder
 from minisgl.tokenizer.decoders.base import REPLACEMENT, TextDecoder
-from minisgl.tokenizer.files import load_tokenizer
-from minisgl.tokenizer.folder import chat_templates, load_tokenizer_config, special_tokens
+from minisgl.tokenizer.load_tokenizer import load_tokenizer
+from minisgl.tokenizer.tokenizer_config import chat_templates, load_tokenizer_config, special_tokens
 
 # A text with more characters per token of the context than this is checked by encoding its beginning first: encoding
 # takes a second for some 2 MB, in which no other prompt is encoded.

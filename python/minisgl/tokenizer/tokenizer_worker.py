@@ -28,8 +28,8 @@ from minisgl.sampling_params import InvalidRequest
 from minisgl.structured_output.translate import named_tokens
 from minisgl.structured_output.validator import GrammarValidator, PendingCheck
 from minisgl.tokenizer.admission import Admission, admit, check_vocabulary, prompt_field, prompt_text
-from minisgl.tokenizer.folder import chat_templates, load_tokenizer_config, model_parsers, special_tokens
 from minisgl.tokenizer.text import TextTokenizer
+from minisgl.tokenizer.tokenizer_config import chat_templates, load_tokenizer_config, model_parsers, special_tokens
 from minisgl.tokenizer.turns import Turns
 
 logger = logging.getLogger(__name__)

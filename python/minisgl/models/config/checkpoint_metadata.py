@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from minisgl.config import ConfigError
-from minisgl.tokenizer.folder import load_tokenizer_config, special_tokens
+from minisgl.tokenizer.tokenizer_config import load_tokenizer_config, special_tokens
 
 MAX_HEADER = 100_000_000  # bytes, as safetensors has it
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}

@@ -25,7 +25,7 @@ from minisgl.server.api.http.server import Server
 from minisgl.server.api.requests.engine_client import EngineClient, Heartbeat
 from minisgl.server.api.responses.store import open_store
 from minisgl.server.api.tracing import Tracer
-from minisgl.tokenizer.folder import model_parsers
+from minisgl.tokenizer.tokenizer_config import model_parsers
 
 MESSAGES_A_TURN = 32  # taken from the inbox before requests get their turn
 # Objects until a garbage collection: each step makes thousands, which reference counts free, and no cycles.

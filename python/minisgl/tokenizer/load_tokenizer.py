@@ -19,7 +19,7 @@ from minisgl.optional_packages import can_be_found
 from minisgl.tokenizer.decoder_choice import is_byte_level, make_decoder, make_plain
 from minisgl.tokenizer.decoders.base import TextDecoder
 from minisgl.tokenizer.decoders.byte_level import ByteLevelDecoder
-from minisgl.tokenizer.folder import Added, changed_tokens, load_tokenizer_config
+from minisgl.tokenizer.tokenizer_config import Added, changed_tokens, load_tokenizer_config
 
 CONVERTIBLE = (
     "tokenizer.model",
