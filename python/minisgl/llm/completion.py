@@ -39,16 +39,16 @@ class OutputCollector:
         self._logprobs: list[PositionLogprobs] = []
         self._prompt_logprobs: list[PositionLogprobs] = []
 
-    def take(self, piece: OutputDelta) -> None:
-        self._texts.append(piece.text)
-        self._ids.append(piece.ids)
-        if piece.logprobs:
-            self._logprobs += unpack_positions([piece.logprobs])
-        if piece.prompt_logprobs is not None:
-            self._prompt_logprobs += piece.prompt_logprobs
-        if piece.finish is not None:
-            self.vector, self.cause = piece.vector, piece.cause
-            self.completion = self._complete(piece.finish, piece.cached_tokens)
+    def take(self, delta: OutputDelta) -> None:
+        self._texts.append(delta.text)
+        self._ids.append(delta.ids)
+        if delta.logprobs:
+            self._logprobs += unpack_positions([delta.logprobs])
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs += delta.prompt_logprobs
+        if delta.finish is not None:
+            self.vector, self.cause = delta.vector, delta.cause
+            self.completion = self._complete(delta.finish, delta.cached_tokens)
             self._texts.clear()
             self._ids.clear()
 

@@ -360,10 +360,10 @@ class LLM:
                 self._ranks.check()
                 if not output:
                     continue
-                pieces, stopped = detokenizer.apply(output)
-                for piece in pieces:
-                    answers[piece.seq_id].take(piece)
-                    bar.update(piece.finish is not None)
+                deltas, stopped = detokenizer.apply(output)
+                for delta in deltas:
+                    answers[delta.seq_id].take(delta)
+                    bar.update(delta.finish is not None)
                 for message in stopped:
                     scheduler.end(message.seq_id, "stop")
         return answers
