@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minisgl.distributed.group import SharedRows, Summed, meet, side_by_side
+from minisgl.distributed.group import SharedRows, Summed, TPGroup, meet, side_by_side
 from minisgl.kernel.availability import kernels_missing
 from minisgl.kernel.base import Norm
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class NcclTP:
+class NcclTP(TPGroup):
     """The default group of torch.distributed. `push` computes the collectives that it supports, NCCL the rest."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, push: PushAllReduce | None = None) -> None:
