@@ -23,7 +23,7 @@ from minisgl.kernel.base import (
 )
 from minisgl.kernel.cuda_latent import CudaLatent
 from minisgl.kernel.delta_net.cuda_chunks import CudaDeltaChunks
-from minisgl.kernel.delta_net.cuda_step import CudaDelta
+from minisgl.kernel.delta_net.cuda_step import CudaDeltaStep
 from minisgl.kernel.delta_net.recurrent_rows import ChunkedRows, SingleRows
 from minisgl.kernel.experts.cuda_moe import CudaMoe
 from minisgl.kernel.experts.cuda_routing import CudaRouting
@@ -57,7 +57,7 @@ class CudaOps:
         self._fp8 = Fp8Gemm(self._compiler, device)
         self._routing = CudaRouting(self._compiler)
         self._moe = CudaMoe(self._compiler, self._routing)
-        self._delta = CudaDelta(self._compiler)
+        self._delta_step = CudaDeltaStep(self._compiler)
         self._delta_chunks = CudaDeltaChunks(self._compiler)
         self._latent = CudaLatent(self._compiler)
 
@@ -70,7 +70,7 @@ class CudaOps:
             self._latent.begin_compiling(dtype, needs.kv_dtype, norm_dtype, dims)
         self._skinny.begin_compiling(dtype, needs.products, norms_late=_norms_late(dtype, norm_dtype))
         self._small_batch.begin_compiling(dtype, needs.products)
-        self._delta.begin_compiling(dtype, needs.delta_taps)
+        self._delta_step.begin_compiling(dtype, needs.delta_taps)
         self._delta_chunks.begin_compiling(dtype, needs.delta_taps)
         for experts in needs.experts:
             self._moe.begin_compiling(dtype, experts)
@@ -310,7 +310,7 @@ class CudaOps:
     def delta_step(
         self, projected: Tensor, heads: DeltaHeads, inputs: Tensor, memory: Tensor, rows: SingleRows, out: Tensor
     ) -> None:
-        step = self._delta if self._delta.supports(heads, projected.dtype) else self._torch.delta_step
+        step = self._delta_step if self._delta_step.supports(heads, projected.dtype) else self._torch.delta_step
         step(projected, heads, inputs, memory, rows, out)
 
     def delta_chunks(
@@ -321,7 +321,7 @@ class CudaOps:
         chunks(projected, heads, inputs, memory, rows, out)
 
     def delta_graph_safe(self, heads: DeltaHeads, dtype: torch.dtype, /) -> bool:
-        return self._delta.supports(heads, dtype) and self._delta_chunks.supports(heads, dtype)
+        return self._delta_step.supports(heads, dtype) and self._delta_chunks.supports(heads, dtype)
 
     def norm_router(
         self, x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None, gate: Tensor | None = None

@@ -17,7 +17,7 @@ _THREADS = 256  # per block, whose registers hold a value head's memory of 64 Ki
 _WAVES = 4  # blocks per multiprocessor, if blocks take rows in turn
 
 
-class CudaDelta:
+class CudaDeltaStep:
     """Launches both kernels."""
 
     def __init__(self, compiler: Compiler) -> None:
