@@ -85,7 +85,7 @@ def test_products_multiply_the_values(ops: Ops, form: LevelFormat, dtype: torch.
     reference = TorchOps()
     for width, size in SHAPES:
         levels = random_levels(form, width, size)
-        wide = levels.values().double()
+        wide = levels.dequantize().double()
         plain, gated = (ops.bind_levels(levels, dtype, gated=gated) for gated in (False, True))
         for rows in ROWS:
             x, residual = (torch.randn(rows, columns, device="cuda").to(dtype) for columns in (size, width))
@@ -110,7 +110,7 @@ def test_sums_of_x_are_subtracted_exactly(ops: Ops, form: LevelFormat, dtype: to
     """Kernels of few rows subtract multiples of the sum of x, also where the mean of x is far from zero."""
     torch.manual_seed(0)
     levels = random_levels(form, 4096, 2048)
-    weight, wide = ops.bind_levels(levels, dtype, gated=False), levels.values().double()
+    weight, wide = ops.bind_levels(levels, dtype, gated=False), levels.dequantize().double()
     for rows in (1, 3, 16):
         x = (torch.randn(rows, 2048, device="cuda") + 8).to(dtype)
         assert error(weight.linear(x), x.double() @ wide.T) < TOLERANCE[dtype]
@@ -126,7 +126,7 @@ def test_a_lone_row_by_other_tilings(ops: Ops, form: LevelFormat) -> None:
     reference, gemm, width, size = TorchOps(), QuantizedGemm(Compiler(torch.device("cuda", 0))), 13328, 768
     levels = random_levels(form, width, size)
     plain, gated = (pack_levels(levels, torch.bfloat16, gated=gated) for gated in (False, True))
-    wide, norm = levels.values().double(), Norm(torch.randn(size, device="cuda").bfloat16(), 1e-6)
+    wide, norm = levels.dequantize().double(), Norm(torch.randn(size, device="cuda").bfloat16(), 1e-6)
     wide_norm = Norm(norm.weight.double(), norm.eps)
     x, residual = (torch.randn(1, columns, device="cuda").bfloat16() for columns in (size, width))
     x[:, 7] *= 300
@@ -145,7 +145,7 @@ def test_columns_in_another_order(ops: Ops) -> None:
     order = tuple(torch.randperm(1024).tolist())
     levels = random_levels(LevelFormat("int4", 128, zeros=True, order=order), 768, 1024)
     plain, gated = (ops.bind_levels(levels, torch.bfloat16, gated=gated) for gated in (False, True))
-    wide, norm = levels.values().double(), Norm(torch.randn(1024, device="cuda").bfloat16(), 1e-6)
+    wide, norm = levels.dequantize().double(), Norm(torch.randn(1024, device="cuda").bfloat16(), 1e-6)
     for rows in (1, 40, 300):
         x = torch.randn(rows, 1024, device="cuda").bfloat16()
         normed = TorchOps().rms_norm(x.double(), Norm(norm.weight.double(), norm.eps))
@@ -163,7 +163,7 @@ def test_products_in_fp8_multiply_what_x_is_rounded_to(ops: Ops, group: int, x_s
     kernels: Any = ops
     for width, size in SHAPES:
         levels = random_levels(form, width, size)
-        wide = levels.values().double()
+        wide = levels.dequantize().double()
         plain, gated = (ops.bind_levels(levels, torch.bfloat16, gated=gated) for gated in (False, True))
         assert "fp8 activations" in plain.label
         for rows in ROWS:
@@ -195,7 +195,7 @@ def test_products_of_a_persistent_grid(ops: Ops, rows: int, width: int, size: in
 
     torch.manual_seed(0)
     reference, levels = TorchOps(), random_levels(LevelFormat("fp8", 128, rounds_x=True), width, size)
-    wide, kernels = levels.values().double(), cast(Any, ops)._fp8
+    wide, kernels = levels.dequantize().double(), cast(Any, ops)._fp8
     plain, gated = (fp8_matrix(levels, gated=gated) for gated in (False, True))
     x, residual = (torch.randn(rows, columns, device="cuda").bfloat16() for columns in (size, width))
     bias, made = torch.randn(width, device="cuda").bfloat16(), kernels.quantize(x, None, 128)

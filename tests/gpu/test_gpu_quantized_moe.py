@@ -83,7 +83,7 @@ def experts(
         for rows in halves:
             levels = random_levels(form, rows.stop - rows.start, size)
             packed.fill(expert, rows, levels)
-            values[expert, rows] = levels.values().double()
+            values[expert, rows] = levels.dequantize().double()
     return packed, values
 
 

@@ -99,4 +99,4 @@ def test_scales_and_offsets(dtype: torch.dtype) -> None:
 
 def test_a_copy_on_a_device_has_the_offsets() -> None:
     levels = levels_of_int4(torch.randn(32, 64, generator=torch.Generator().manual_seed(0)))
-    assert torch.equal(levels.to(torch.device("cpu")).values(), levels.values())
+    assert torch.equal(levels.to(torch.device("cpu")).dequantize(), levels.dequantize())

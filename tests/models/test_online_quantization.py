@@ -61,7 +61,7 @@ def test_int4_values_are_on_their_grid_in_every_dtype(dtype: torch.dtype) -> Non
     assert grid.scales.dtype == grid.offsets.dtype == torch.bfloat16
     scales, offsets = (table.float().repeat_interleave(INT4_GROUP, 1) for table in (grid.scales, grid.offsets))
     assert torch.equal(((levels - 8) * scales + offsets).to(dtype), rounded)
-    assert torch.equal(levels_of_int4(weight).values().to(dtype), rounded), "the levels have the same values"
+    assert torch.equal(levels_of_int4(weight).dequantize().to(dtype), rounded), "the levels have the same values"
     assert ((rounded.float() - weight.float()).abs() <= 0.6 * scales + 2.0**-8 * weight.float().abs()).all()
     assert (rounded.float() - weight.float()).norm() < 0.085 * weight.float().norm()
     again = rounded.clone()

@@ -142,8 +142,8 @@ def test_levels_are_the_values(name: str) -> None:
         for columns in (slice(0, 256), slice(128, 256)) if form.order is None else (slice(0, 256),):
             levels = matrix.levels(rows, columns)
             assert levels.format == matrix.level_format(columns) == form
-            assert torch.equal(levels.values(), matrix.read(rows, columns))
-    assert torch.equal(matrix.levels(slice(0, 96), slice(0, 256)).values(), torch.from_numpy(meant))
+            assert torch.equal(levels.dequantize(), matrix.read(rows, columns))
+    assert torch.equal(matrix.levels(slice(0, 96), slice(0, 256)).dequantize(), torch.from_numpy(meant))
     assert form.group == 0 or matrix.level_format(slice(8, 256)) is None
     assert form.order is None or matrix.level_format(slice(128, 256)) is None
     assert (form.order is not None) == (name in ("gptq desc_act", "gptq v2"))

@@ -63,7 +63,7 @@ def run_levels(ops: Ops, form: LevelFormat, device: torch.device, dtype: torch.d
     if levels.offsets is not None:
         levels.offsets.fill_(0.25)
     x = torch.randn(3, 2048, device=device, generator=generator).to(dtype)
-    return ops.bind_levels(levels, dtype, gated=False).linear(x), x.double() @ levels.values().double().T
+    return ops.bind_levels(levels, dtype, gated=False).linear(x), x.double() @ levels.dequantize().double().T
 
 
 def run_experts(ops: Ops, form: LevelFormat, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -78,7 +78,7 @@ def run_experts(ops: Ops, form: LevelFormat, device: torch.device, dtype: torch.
         for expert, rows in product(range(2), halves):
             levels = random_levels(form, torch.Size((rows.stop - rows.start, size)), size**-0.5, generator)
             matrices.fill(expert, rows, levels)
-            wide[expert, rows] = levels.values().double()
+            wide[expert, rows] = levels.dequantize().double()
         packed.append(matrices)
         values.append(wide)
     x, scores = (torch.randn(3, width, device=device, generator=generator).to(dtype) for width in (hidden, 2))

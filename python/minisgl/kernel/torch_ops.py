@@ -67,7 +67,7 @@ class TorchOps:
         return False
 
     def bind_levels(self, levels: Levels, dtype: torch.dtype, *, gated: bool) -> Weight:  # noqa: ARG002
-        return self.bind(levels.values().to(dtype))
+        return self.bind(levels.dequantize().to(dtype))
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         y = self._product(x, weight, bias)

@@ -91,8 +91,8 @@ class Levels:
         if self.offsets is not None and other.offsets is not None:
             self.offsets.copy_(other.offsets)
 
-    def values(self) -> Tensor:
-        """Return the dequantized matrix, float32 [out, in], with columns in the matrix's own order."""
+    def dequantize(self) -> Tensor:
+        """Return the matrix, float32 [out, in], with columns in the matrix's own order."""
         codes, groups = self.codes, self.scales.shape[1]
         if self.format.kind == "fp8":
             numbers = codes.view(torch.float8_e4m3fn).float().view(len(codes), groups, -1)

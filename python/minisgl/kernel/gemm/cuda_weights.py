@@ -42,7 +42,7 @@ class QuantizedWeight:
     @property
     def tensor(self) -> Tensor:
         """Dequantize the matrix [out, in] to the model's dtype, with its columns in packed order, at every call."""
-        return self._gemm.values(self._packed, self._dtype)
+        return self._gemm.dequantize(self._packed, self._dtype)
 
     def linear(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         x = self._ordered(x)

@@ -21,8 +21,8 @@ from minisgl.quantization.levels import Kind, LevelFormat
 
 MOST_ROWS = 384  # rows of x; with more, the weight is dequantized to x's dtype and cuBLAS multiplies
 _MIN_BLOCK_K = 64  # columns of a stage
-_MAX_VALUES_WIDTH = 1 << 16  # most rows of a weight that is dequantized: a vocabulary's would take too much memory
-_VALUES_CHUNKS = 4  # chunks of a block, as in dequantize.cu
+_MAX_DEQUANTIZED_WIDTH = 1 << 16  # most rows of a weight that is dequantized: a vocabulary's would take too much memory
+_DEQUANTIZED_CHUNKS = 4  # chunks of a block, as in dequantize.cu
 _ALL_SHARED = 228 << 10  # of a multiprocessor, so that blocks of attention fit beside those of quantized_gemv.cu
 
 
@@ -56,7 +56,7 @@ class QuantizedGemm:
             for tiling in tilings
             for norm in {False, _norms(dtype, dtype, tiling)}
         ]
-        self._compiler.begin([_values_spec(_kernel_of(weight, dtype)), *specs])
+        self._compiler.begin([_dequantize_spec(_kernel_of(weight, dtype)), *specs])
 
     def supports(self, form: LevelFormat, width: int, size: int, dtype: torch.dtype) -> bool:
         """Return True if the kernels read a weight [width, size] of this format in products of this dtype."""
@@ -73,7 +73,7 @@ class QuantizedGemm:
 
     def supports_rows(self, x: Tensor, weight: PackedLevels) -> bool:
         """Return True if `product` is for x [M, K]: M is at most MOST_ROWS, or the weight a vocabulary's."""
-        few = len(x) <= MOST_ROWS or weight.width > _MAX_VALUES_WIDTH
+        few = len(x) <= MOST_ROWS or weight.width > _MAX_DEQUANTIZED_WIDTH
         return len(x) > 0 and few and x.is_contiguous()
 
     def product(
@@ -133,14 +133,13 @@ class QuantizedGemm:
             before_attention=before_attention,
         )
 
-    def values(self, weight: PackedLevels, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """Return the dequantized matrix [out, in] in `dtype`."""
-        if out is None:
-            out = torch.empty((weight.width, weight.size), dtype=dtype, device=weight.words.device)
+    def dequantize(self, weight: PackedLevels, dtype: torch.dtype) -> Tensor:
+        """Return the matrix [out, in] in `dtype`."""
+        out = torch.empty((weight.width, weight.size), dtype=dtype, device=weight.words.device)
         tiles, chunks, _ = weight.words.shape
-        kernel = self._compiler.kernel(_values_spec, _kernel_of(weight, dtype))
+        kernel = self._compiler.kernel(_dequantize_spec, _kernel_of(weight, dtype))
         kernel(
-            (-(-chunks // _VALUES_CHUNKS), tiles),
+            (-(-chunks // _DEQUANTIZED_CHUNKS), tiles),
             128,
             weight=weight.words,
             scales=weight.group_scales,
@@ -181,7 +180,7 @@ def _macros(kind: _Kernel) -> dict[str, str | int]:
     }
 
 
-def _values_spec(kind: _Kernel) -> KernelSpec:
+def _dequantize_spec(kind: _Kernel) -> KernelSpec:
     return KernelSpec("dequantize.cu", "dequantize", _macros(kind))
 
 
