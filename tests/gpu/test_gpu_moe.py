@@ -154,36 +154,36 @@ def test_a_shared_expert_among_the_others(
     ops: Ops, dtype: torch.dtype, norm_dtype: torch.dtype | str | None, kind: str
 ) -> None:
     """The shared expert counts as one or two routed experts; the router's launch computes its gate's logit."""
-    parts, weighed = (2, False) if kind == "deepseek-v2" else (1, kind.startswith("qwen"))
+    parts, has_gate = (2, False) if kind == "deepseek-v2" else (1, kind.startswith("qwen"))
     count = 512 if kind == "qwen3-next" else 64  # the gate's logit is one more
-    routing = Routing(6, renormalize=weighed)
+    routing = Routing(6, renormalize=has_gate)
     if kind == "deepseek-v3":
         routing = Routing(8, renormalize=True, score="sigmoid", groups=8, top_groups=4, scale=2.5)
     hidden, size = 1032, 176
-    shared = SharedExpert(*(one[0].contiguous() for one in layer(1, hidden, parts * size, dtype)), weighed)
+    shared = SharedExpert(*(one[0].contiguous() for one in layer(1, hidden, parts * size, dtype)), has_gate)
     mixture = make_mixture(routing, count, hidden, size, dtype, shared=shared)
     router = torch.randn(count, hidden, device="cuda") * 0.1
-    gate = torch.randn(1, hidden, device="cuda").mul_(0.1).to(dtype) if weighed else None
-    router = router.to(dtype) if weighed else router
+    gate = torch.randn(1, hidden, device="cuda").mul_(0.1).to(dtype) if has_gate else None
+    router = router.to(dtype) if has_gate else router
     norm = None
     if norm_dtype is not None:
         factor = torch.rand(hidden, device="cuda") + 0.5
         norm = Norm(factor if norm_dtype == torch.float32 else factor.to(dtype), 1e-6)
     for tokens in (1, 2, 7, 33, 64):
-        few = tokens <= (16 if weighed else 64)
+        few = tokens <= (16 if has_gate else 64)
         assert ops.merges_shared(tokens, mixture) == few
         x, residual = (torch.randn(tokens, hidden, device="cuda").to(dtype) for _ in range(2))
         normed, logits = ops.norm_router(x, norm, router, None, gate)
         plain = x if norm is None else TorchOps().rms_norm(x, norm)
         assert relative_error(normed, plain.double()) < TOLERANCE[dtype]
         products = [normed.double() @ one.double().t() for one in (router, *([] if gate is None else [gate]))]
-        assert relative_error(logits, torch.cat(products, dim=1)) < (TOLERANCE[dtype] if weighed else 1e-5)
+        assert relative_error(logits, torch.cat(products, dim=1)) < (TOLERANCE[dtype] if has_gate else 1e-5)
         scores = distinct_scores(tokens, count, router.dtype) / 4
         out = ops.moe(normed, torch.cat((scores, logits[:, count:]), dim=1), mixture, residual)
         reference = TorchOps().moe(normed.double(), scores.double(), in_double(mixture))
         gates, ups = (normed.double() @ shared.w13.double().t()).chunk(2, dim=1)
         block = (torch.nn.functional.silu(gates) * ups) @ shared.w2.double().t()
-        weight = logits[:, count:].double().sigmoid() if weighed else 1.0
+        weight = logits[:, count:].double().sigmoid() if has_gate else 1.0
         reference = reference + weight * block + residual.double()
         error = relative_error(out, reference)
         assert error < TOLERANCE[dtype], f"{tokens} tokens: {error:.2e}"

@@ -70,12 +70,12 @@ class SharedExpert(NamedTuple):
 
     w13 is [2 * n * I, H] with the gate first, w2 [H, n * I].
 
-    `weighed`: its output is multiplied by the sigmoid of a logit, which follows the experts' logits.
+    `has_gate`: its output is multiplied by the sigmoid of a logit, which follows the experts' logits.
     """
 
     w13: Tensor
     w2: Tensor
-    weighed: bool
+    has_gate: bool
 
 
 class Mixture(NamedTuple):
@@ -159,7 +159,7 @@ class ExpertKind(NamedTuple):
     activation: ExpertActivation
     form: LevelFormat | None = None  # format of experts that stay quantized
     shared: int = 0  # size of the shared expert, in routed experts; every token takes it
-    weighed: bool = False  # `SharedExpert.weighed`
+    shared_gate: bool = False  # `SharedExpert.has_gate`
     logits: torch.dtype | None = None  # type of the router, if not the model's dtype
 
 

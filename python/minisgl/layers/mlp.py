@@ -117,7 +117,7 @@ class SparseMLP(nn.Module):
             return None
         if gate is not None and (gate.weight.dtype != router.weight.dtype or router.choice_bias is not None):
             return None
-        return SharedExpert(w13.tensor, w2.tensor, weighed=gate is not None)
+        return SharedExpert(w13.tensor, w2.tensor, has_gate=gate is not None)
 
     @property
     def kernel_experts(self) -> ExpertKind:
@@ -129,7 +129,7 @@ class SparseMLP(nn.Module):
         if experts.packed or block is None or block.down_proj.weight.shape[1] % experts.share:
             return kind
         parts = block.down_proj.weight.shape[1] // experts.share
-        return kind._replace(shared=parts, weighed=block is self.shared_expert)
+        return kind._replace(shared=parts, shared_gate=block is self.shared_expert)
 
 
 class TokenGate(nn.Module):

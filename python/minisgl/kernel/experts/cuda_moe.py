@@ -34,7 +34,7 @@ from minisgl.quantization.levels import LevelFormat
 
 _MAX_EXPERTS = 512
 _MAX_TOP_K = 32
-_MAX_WEIGHED = 16  # most tokens for which a shared expert with a gate is merged into the routed ones
+_MAX_WITH_GATE = 16  # most tokens for which a shared expert with a gate is merged into the routed ones
 _PLAN_TOKENS = 128  # most tokens that one block routes and sorts, as in moe.cu
 _MAX_THREADS = 1024  # threads per block
 _ROUTE_THREADS = 128
@@ -60,7 +60,7 @@ class _Kind(NamedTuple):
             "EXPERTS": experts.num_experts,
             "TOP_K": experts.top_k,
             "SHARED": experts.shared,
-            "GATED_SHARED": int(experts.weighed),
+            "GATED_SHARED": int(experts.shared_gate),
         }
 
 
@@ -94,7 +94,7 @@ class CudaMoe:
         tilings: Sequence[DenseMoeTiling | QuantizedMoeTiling] = dense_moe.tilings(self._compiler.arch)
         if form is not None:
             tilings = quantized_moe.tilings(form)
-        for each in {experts, experts._replace(shared=0, weighed=False)}:
+        for each in {experts, experts._replace(shared=0, shared_gate=False)}:
             kind = _Kind(dtype, each)
             self._compiler.begin([_plan_spec("moe_combine", kind)])
             self._compiler.begin(_product_spec("gated", form, tiling, kind) for tiling in tilings)
@@ -168,9 +168,9 @@ class CudaMoe:
         if shared is None or not isinstance(w13, Tensor) or not self.supports(mixture):
             return False
         parts, rest = divmod(shared.w2.shape[1], mixture.w2.shape[2])
-        if rest or routing.top_k + parts > _MAX_TOP_K or shared.weighed > routing.plain:
+        if rest or routing.top_k + parts > _MAX_TOP_K or shared.has_gate > routing.plain:
             return False
-        few = 0 < tokens <= (_MAX_WEIGHED if shared.weighed else MAX_ROWS)
+        few = 0 < tokens <= (_MAX_WITH_GATE if shared.has_gate else MAX_ROWS)
         return few and all(one.is_contiguous() and one.dtype == w13.dtype for one in (shared.w13, shared.w2))
 
     def mix_chosen(self, x: Tensor, weights: Tensor, experts: Tensor, mixture: Mixture) -> Tensor:
@@ -334,7 +334,7 @@ def _kind(dtype: torch.dtype, logits: torch.dtype, mixture: Mixture) -> _Kind:
     experts = ExpertKind(mixture.num_experts, mixture.routing.top_k, mixture.activation, logits=logits)
     shared = mixture.shared
     if shared is not None:
-        experts = experts._replace(shared=shared.w2.shape[1] // mixture.w2.shape[2], weighed=shared.weighed)
+        experts = experts._replace(shared=shared.w2.shape[1] // mixture.w2.shape[2], shared_gate=shared.has_gate)
     return _Kind(dtype, experts)
 
 
