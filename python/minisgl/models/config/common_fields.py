@@ -36,12 +36,6 @@ MULTIMODAL_NAMES = CheckpointNames(
 )
 
 
-def nested_text(reader: ConfigReader) -> ConfigReader:
-    """Return a reader of the text model in the config of a multimodal one."""
-    outer = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
-    return reader.nested("text_config", inherited=outer)
-
-
 def read_attention(reader: ConfigReader, rope: RopeConfig) -> AttentionConfig:
     """Read heads and their sizes, scaled by head_dim ** -0.5."""
     num_heads, hidden_size = reader.count("num_attention_heads"), reader.count("hidden_size")

@@ -54,6 +54,9 @@ _NEUTRAL: Mapping[str, Any] = {
     "index_topk": None,
 }
 
+# Keys of a multimodal config that hold for its text_config too, if that lacks them.
+_OUTER_KEYS = "dtype", "torch_dtype", "tie_word_embeddings", "quantization_config"
+
 # Far above any model, and little enough for what is made by layer, expert or head before a weight is looked for.
 MAX_COUNT = 2**30
 MOST = {"num_hidden_layers": 1024, "num_attention_heads": 65_536, "num_key_value_heads": 65_536, "head_dim": 65_536}
@@ -75,12 +78,12 @@ class ConfigReader:
         """Return a reader of this file with the values that transformers takes for keys it leaves out."""
         return ConfigReader(self._raw, defaults)
 
-    def nested(self, key: str, inherited: tuple[str, ...] = ()) -> ConfigReader:
-        """Return the object under `key`; it inherits the `inherited` keys that it lacks from the outer object."""
-        inner = self.get(key)
+    def text_config(self) -> ConfigReader:
+        """Return a reader of the text model in the config of a multimodal one."""
+        inner = self.get("text_config")
         if not isinstance(inner, dict):
-            raise UnsupportedModel(f"config.json lacks {key}")
-        return ConfigReader(inner, {name: self._raw[name] for name in inherited if name in self._raw})
+            raise UnsupportedModel("config.json lacks text_config")
+        return ConfigReader(inner, {key: self._raw[key] for key in _OUTER_KEYS if key in self._raw})
 
     def get(self, key: str) -> Any:
         """Return the value as it is written; None where there is none."""

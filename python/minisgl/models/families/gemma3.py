@@ -12,7 +12,6 @@ from typing import Any
 from minisgl.layers.layer_config import LayerConfig, MLPConfig, NormNames
 from minisgl.models.config.common_fields import (
     MULTIMODAL_NAMES,
-    nested_text,
     read_attention,
     read_layer_types,
     read_model,
@@ -55,7 +54,7 @@ def check_activation(reader: ConfigReader) -> None:
 def read_gemma3(architecture: str, reader: ConfigReader) -> ModelConfig:
     """Read a config.json of an architecture in ARCHITECTURES. Raises UnsupportedModel."""
     if architecture == _WITH_VISION:
-        reader = nested_text(reader)
+        reader = reader.text_config()
     reader = reader.with_defaults(_DEFAULTS)
     check_activation(reader)
     num_layers, context_len = reader.count("num_hidden_layers"), reader.count("max_position_embeddings")

@@ -21,7 +21,6 @@ from minisgl.layers.layer_config import (
 )
 from minisgl.models.config.common_fields import (
     MULTIMODAL_NAMES,
-    nested_text,
     read_attention,
     read_expert_counts,
     read_layer_types,
@@ -61,7 +60,7 @@ _CHECKPOINT = dataclasses.replace(MULTIMODAL_NAMES, ignored=(*MULTIMODAL_NAMES.i
 def read_gemma4(architecture: str, reader: ConfigReader) -> ModelConfig:
     """Read a config.json of an architecture in ARCHITECTURES. Raises UnsupportedModel."""
     if architecture == _WITH_TOWERS:
-        reader = nested_text(reader)
+        reader = reader.text_config()
     reader = reader.with_defaults(_DEFAULTS)
     check_activation(reader)
     both_ways = reader.get("use_bidirectional_attention")

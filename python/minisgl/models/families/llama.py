@@ -16,7 +16,6 @@ from typing import Any, Literal
 from minisgl.layers.layer_config import NO_ROPE, LayerConfig, MLPConfig, NormNames, QKNorm, RopeConfig
 from minisgl.models.config.common_fields import (
     MULTIMODAL_NAMES,
-    nested_text,
     read_attention,
     read_context_len,
     read_experts,
@@ -176,7 +175,7 @@ def read_llama(architecture: str, reader: ConfigReader) -> ModelConfig:
 
 def read_multimodal(architecture: str, reader: ConfigReader) -> ModelConfig:
     """Read a config.json of an architecture in MULTIMODAL, of which only text is served. Raises UnsupportedModel."""
-    text = nested_text(reader)
+    text = reader.text_config()
     families, model_type = MULTIMODAL[architecture], text.get("model_type")
     if model_type not in families:
         raise UnsupportedModel(f"text_config has model_type {brief(model_type)}; known are {', '.join(families)}")

@@ -13,7 +13,6 @@ from typing import Any
 from minisgl.layers.layer_config import AttentionConfig, DeltaNetConfig, LayerConfig, MLPConfig, MoEConfig
 from minisgl.models.config.common_fields import (
     MULTIMODAL_NAMES,
-    nested_text,
     read_attention,
     read_context_len,
     read_experts,
@@ -51,7 +50,7 @@ _MULTIMODAL = CheckpointNames(MULTIMODAL_NAMES.renamed, ignored=(*MULTIMODAL_NAM
 def read_qwen3_next(architecture: str, reader: ConfigReader) -> ModelConfig:
     """Read a config.json of an architecture in ARCHITECTURES. Raises UnsupportedModel."""
     if architecture in _WITH_VISION:
-        reader = nested_text(reader)
+        reader = reader.text_config()
     family = architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
     reader = reader.with_defaults({**_HYBRID, **_DEFAULTS[family]})
     num_layers, rope = reader.count("num_hidden_layers"), read_rope(reader, partial=True)
