@@ -28,8 +28,6 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 # Causes of the finish reason error that users are told.
 ErrorCause = Literal["no_allowed_token", "grammar_too_large", "logits_not_finite"]
 
-MAX_GRAMMARS_BYTES = 2 * 2**30  # memory of all grammars that requests follow at a time
-
 NO_TOKEN = -1  # sampled token of a row whose logits have a NaN or no finite maximum
 
 

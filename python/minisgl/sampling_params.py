@@ -19,6 +19,7 @@ CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # code of the error if prom
 MAX_STOP_STRING_CHARS = 1024
 MAX_BAD_WORD_TOKENS = 16
 MAX_GRAMMAR_CHARS = 262_144
+MAX_GRAMMARS_BYTES = 2 * 2**30  # memory of all grammars that requests follow at a time
 MIN_TEMPERATURE = 1e-5  # requests below it are greedy, because logits divided by less might not be finite
 
 

@@ -28,8 +28,8 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
-from minisgl.core import MAX_GRAMMARS_BYTES, Int32Array
-from minisgl.sampling_params import Grammar, SamplingParams
+from minisgl.core import Int32Array
+from minisgl.sampling_params import MAX_GRAMMARS_BYTES, Grammar, SamplingParams
 from minisgl.structured_output.heap import allocated_bytes, return_free_memory
 from minisgl.structured_output.protocol import Matcher, MatcherStatus
 from minisgl.structured_output.translate import (

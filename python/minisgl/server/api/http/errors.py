@@ -9,8 +9,8 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Scope
 
-from minisgl.core import MAX_GRAMMARS_BYTES, ErrorCause
-from minisgl.sampling_params import CONTEXT_LENGTH_EXCEEDED, InvalidRequest
+from minisgl.core import ErrorCause
+from minisgl.sampling_params import CONTEXT_LENGTH_EXCEEDED, MAX_GRAMMARS_BYTES, InvalidRequest
 from minisgl.server.api.http.request_head import speaks_anthropic
 
 RETRY_AFTER_SECONDS = 1
