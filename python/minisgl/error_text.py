@@ -1,4 +1,4 @@
-"""Texts of other packages' errors, which may have several lines, as parts of our messages, which have one."""
+"""Parts of messages of one line: texts of other packages' errors, which may have several lines, and lists of names."""
 
 from __future__ import annotations
 
@@ -17,3 +17,8 @@ def summary(error: Exception) -> str:
     """Return the kind of an error and the first line of its text."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def abridged(names: list[str]) -> str:
+    """Return the first name and how many more there are."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

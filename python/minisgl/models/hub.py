@@ -10,7 +10,7 @@ from typing import NamedTuple
 import minisgl
 from minisgl.config import DEMO_MODEL, SourceConfig
 from minisgl.config.source import ModelSource
-from minisgl.error_text import first_line
+from minisgl.error_text import abridged, first_line
 from minisgl.models.config.model_config import UnsupportedModel, WeightError
 from minisgl.progress import line_bar
 
@@ -138,7 +138,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
             raise WeightError(f"{index} names something else than files of its folder: {names}")
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
-            raise WeightError(f"{folder} lacks {some(missing)}, named by {INDEX}")
+            raise WeightError(f"{folder} lacks {abridged(missing)}, named by {INDEX}")
         return [folder / name for name in names]
     others = sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.gguf"))
     hint = f" ({others[0]} is not supported: convert it to safetensors)" if others else ""
@@ -148,8 +148,3 @@ def checkpoint_files(folder: Path) -> list[Path]:
 def _is_inside(path: Path) -> bool:
     """True if a relative path stays in its folder. The file there may be a link: in the hub's cache all are."""
     return not path.is_absolute() and ".." not in path.parts
-
-
-def some(names: list[str]) -> str:
-    """Return the first of these and how many more, for an error."""
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

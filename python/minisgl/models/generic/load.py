@@ -11,13 +11,12 @@ from typing import Any
 import torch
 
 from minisgl.distributed import TPGroup
-from minisgl.error_text import in_one_line
+from minisgl.error_text import abridged, in_one_line
 from minisgl.models.config.model_config import ModelConfig, WeightError
 from minisgl.models.generic.attention_interface import PAGED, register
 from minisgl.models.generic.causal_lm import GenericCausalLM, modules_of
 from minisgl.models.generic.meta_run import check_sharding
 from minisgl.models.generic.model_probe import hf_config, make_empty
-from minisgl.models.hub import some
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +60,7 @@ def _read(folder: Path, dtype: torch.dtype) -> Any:
             str(folder), dtype=dtype, attn_implementation=PAGED, local_files_only=True, output_loading_info=True
         )
     if info["missing_keys"]:
-        raise WeightError(f"the checkpoint in {folder} lacks {some(sorted(info['missing_keys']))}")
+        raise WeightError(f"the checkpoint in {folder} lacks {abridged(sorted(info['missing_keys']))}")
     return model
 
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from minisgl.config.engine import LoadFormat, QuantizationMethod
 from minisgl.distributed import TPGroup
+from minisgl.error_text import abridged
 from minisgl.layers.embedding import LMHead
 from minisgl.layers.layer_config import AttentionConfig
 from minisgl.layers.linear import Linear
@@ -28,7 +29,6 @@ from minisgl.models.base import Model
 from minisgl.models.config.model_config import ModelConfig, UnsupportedModel, WeightError
 from minisgl.models.decoder import CausalLM
 from minisgl.models.generic.load import build_generic, load_generic
-from minisgl.models.hub import some
 from minisgl.models.pooling_model import PoolingModel
 from minisgl.models.weights.checkpoint import Checkpoint
 from minisgl.models.weights.expert_loader import ExpertLoader
@@ -149,10 +149,10 @@ def _check(
 ) -> None:
     missing = [name for name, parts in wanted.items() if name not in found and not parts[0].tied]
     if missing:
-        raise WeightError(f"the checkpoint in {folder} lacks {some(missing)}")
+        raise WeightError(f"the checkpoint in {folder} lacks {abridged(missing)}")
     unused = [name for name in found if name not in wanted and name not in ignored and not name.endswith(_DERIVED)]
     if unused:
-        raise WeightError(f"the checkpoint in {folder} has weights that the model does not use: {some(unused)}")
+        raise WeightError(f"the checkpoint in {folder} has weights that the model does not use: {abridged(unused)}")
     for name, parts in wanted.items():
         shape = found.get(name, parts[0].shape)
         if shape != parts[0].shape:
