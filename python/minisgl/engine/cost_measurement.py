@@ -31,7 +31,7 @@ NOTHING = 1e-9  # the fewest seconds of a token of a prompt, so that budgets sta
 
 
 def estimate_cost(weight_bytes: int, weights_per_token: int, specs: Sequence[AttentionSpec]) -> StepCost:
-    """Return what a CPU may take: the weights read once, `weights_per_token` products for each token, attention."""
+    """Return the likely cost on a CPU: weights are read once, each token takes `weights_per_token` products."""
     token = 2 * weights_per_token / CPU_OPERATIONS
     context = sum(4 * spec.num_heads * spec.head_dim for spec in specs) / CPU_ATTENTION
     return StepCost(
@@ -150,10 +150,10 @@ class _ManyDecodes:
 
 
 def _batch(token_ids: Sequence[Int32Array], starts: Sequence[int], pools: Sequence[int], page_size: int) -> Batch:
-    """Return a step that computes each row's tokens [n] from its start on; the rows enter with it.
+    """Return a step that computes each row's tokens [n] from its start on.
 
-    As far as the pools, of so many pages each, reach, no two rows share a page. They enter, for captured decodes read
-    lengths and tokens of the device's own.
+    `pools`: number of pages of each group; no two rows share a page if there are enough. All rows enter in this step,
+    because captured decodes read lengths and tokens from the slot state.
     """
     known = np.array([len(ids) for ids in token_ids])
     pages = -(-known // page_size)

@@ -111,8 +111,7 @@ class Engine:
         return dataclasses.replace(parts, sharded_logits=sharded)
 
     def _measure_needs(self, parts: RunnerParts, sizes: GraphSizes | None) -> tuple[Needs, GraphSizes | None, float]:
-        """Return the memory that steps and graphs take on a GPU, the sizes of the graphs that pay, and the seconds of
-        the launches of a step that no graph holds."""
+        """Return the GPU memory of steps and graphs, the sizes of the graphs that pay, and `StepCost.launching`."""
         if self.device.type != "cuda":
             return Needs(), sizes, 0.0
         with parts.start.phase("measure a step's memory"):

@@ -64,7 +64,7 @@ def slots_that_fit(wanted: int, layout: KVLayout, budget: int) -> int:
 def snapshots_that_fit(wanted: int | None, num_slots: int, layout: KVLayout, budget: int) -> int:
     """Return --state-snapshots, or as many snapshots as their share of the budget holds. ConfigError if too many.
 
-    A snapshot takes as much memory as K and V of some 3,000 tokens, for which the rest of the budget is.
+    The rest of the budget is for K and V; a snapshot takes as much memory as those of some 3,000 tokens.
     """
     left = max(budget - layout.state_bytes(num_slots), 0)
     fitting = left // layout.slot_bytes

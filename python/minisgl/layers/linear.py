@@ -173,7 +173,7 @@ class RowParallelLinear(Linear):
     def add(self, x: Tensor | Fp8Rows, residual: Tensor | None, norm: Norm | None) -> Summed:
         """Return the product plus `residual`, and the norm of this sum if one kernel computes both.
 
-        Without a residual the rank's part. May overwrite the residual.
+        Without a residual, return the rank's part of the product. The residual may be overwritten.
         """
         if self.tp.size == 1 or residual is None:
             return self(x, residual), None

@@ -1,7 +1,7 @@
 """Feed-forward blocks: a gated one (Shazeer, 2020), and sparse ones of many gated experts (Shazeer et al., 2017).
 
-Every rank has all experts, and of each an even share of its intermediate size, as of a dense block; or some experts
-whole (`MoEConfig.whole`). Either way it computes its part of every token's output, and the parts are summed.
+A rank has an even share of each expert's intermediate size, as it has of a dense block, or some experts whole
+(`MoEConfig.whole`). Either way it computes its part of every token's output, and the parts are summed.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ class Experts(nn.Module):
 
     @property
     def idle_weights(self) -> int:
-        """Number of weights here that a token does not read, in the mean."""
+        """Mean number of these weights that a token does not read."""
         return int((self.w13.numel() + self.w2.numel()) * (1 - self.routing.top_k / self.num_experts))
 
     @property

@@ -104,7 +104,7 @@ def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 def _yarn(waves: Tensor, theta: float, scaling: YarnScaling) -> Tensor:
-    """Frequencies from `waves`, the inverses of the plain ones: a ramp leads from those kept to those divided."""
+    """Return YaRN's frequencies: low ones are divided, high ones kept. `waves` are the inverses of the plain ones."""
     rotary_dim = 2 * len(waves)
 
     def dimension(turns: float) -> float:

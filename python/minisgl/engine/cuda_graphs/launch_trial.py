@@ -17,18 +17,18 @@ _MOST_CYCLES = 2e9  # of a GPU in a second
 
 
 def launch_seconds(runner: StepRunner, prompt: Batch) -> float:
-    """Return how long the host launches a step operation by operation.
+    """Return the seconds that the host takes to launch a step operation by operation.
 
-    `prompt` should be so short that the device keeps up, for its queue of launches is finite.
+    `prompt` should be so short that the device keeps up, because its queue of launches is finite.
     """
     runner.forward(prompt)  # loads and tunes kernels
     return min(_host_seconds(runner, prompt) for _ in range(_RUNS))
 
 
 def launched_tokens(runner: StepRunner, prompt: Batch) -> int:
-    """Return how many prompt tokens take the device as long as the host takes to launch them operation by operation.
+    """Return the number of prompt tokens that the device computes in the time of a step's launches, one by one.
 
-    Steps of fewer tokens are faster in a graph. Extrapolated from the times of `prompt`.
+    Steps of fewer tokens are faster in a graph. The number is extrapolated from the times of `prompt`.
     """
     launching = launch_seconds(runner, prompt)
     running = min(_device_seconds(runner, prompt, launching) for _ in range(_RUNS))
@@ -36,7 +36,7 @@ def launched_tokens(runner: StepRunner, prompt: Batch) -> int:
 
 
 def _host_seconds(runner: StepRunner, prompt: Batch) -> float:
-    """Return how long the host launches a step on an idle device."""
+    """Return the seconds that the host takes to launch a step on an idle device."""
     torch.cuda.synchronize(runner.state.device)
     begin = perf_counter()
     runner.forward(prompt)
@@ -44,7 +44,7 @@ def _host_seconds(runner: StepRunner, prompt: Batch) -> float:
 
 
 def _device_seconds(runner: StepRunner, prompt: Batch, ahead: float) -> float:
-    """Return how long the device runs a step that it begins when the host has launched for `ahead` seconds."""
+    """Return the seconds of a step on the device, which begins it when the host is `ahead` seconds ahead."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda._sleep(int(ahead * _MOST_CYCLES))  # type: ignore[no-untyped-call]
     begin.record()

@@ -104,7 +104,7 @@ def decoder_name(model: Any) -> str:
 
 
 class StatesAlone:
-    """A decoder's output of which its head reads the states; whatever else a model's head passes on is None."""
+    """Output of a decoder with nothing but states: all other attributes are None."""
 
     def __init__(self, states: Tensor | None) -> None:
         self.last_hidden_state = states
@@ -117,7 +117,7 @@ class StatesAlone:
 
 
 class GivenStates(nn.Module):
-    """Stands in the place of the decoder below a head: gives the head states that were computed before."""
+    """Takes the decoder's place below a head, and returns states that were computed before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class GivenStates(nn.Module):
         return StatesAlone(self._states)
 
     def logits(self, head: nn.Module, states: Tensor) -> Tensor:
-        """Logits [S, vocab_size] that a causal model, whose decoder this stands for, makes of states [S, hidden]."""
+        """Return the logits [S, vocab_size] that `head`, which has this as its decoder, makes of states [S, hidden]."""
         self._states = states.unsqueeze(0)
         try:
             # Embeddings, because what stands around the decoder of a model of more than text asks for its input.

@@ -11,8 +11,13 @@ from torch import Tensor, nn
 from minisgl.distributed import TPGroup
 
 Form = Literal["whole", "column", "gathered column", "row", "split row"]
-"""Column: a rank has some output rows of the weight. Gathered: and all outputs are brought together. Row: it has some
-input columns, and outputs are summed. Split: of an input that every rank has whole, it takes its columns."""
+"""Division of a linear layer among ranks.
+
+- whole: every rank has the whole weight.
+- column: a rank has some of the outputs; gathered column: the outputs of all ranks are then gathered.
+- row: a rank has some of the inputs, and the ranks' outputs are summed; split row: a rank first takes its part of an
+  input that every rank has whole.
+"""
 
 _FORMS: Mapping[str, Form] = {
     "colwise": "column",

@@ -1,4 +1,4 @@
-"""The step under way, for modules that are called without it."""
+"""Context of the running step, for modules of transformers, which do not pass it down."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from minisgl.context import ForwardContext
 
 @dataclass
 class Step:
-    """Holds the context of a model's forward while it runs: transformers' modules do not pass it down."""
+    """Holds the context of a model's forward while it runs."""
 
     _ctx: ForwardContext | None = None
 
@@ -23,7 +23,7 @@ class Step:
 
     @contextmanager
     def runs(self, ctx: ForwardContext) -> Iterator[None]:
-        """Let modules see a step."""
+        """Give modules this context inside a `with` block."""
         self._ctx = ctx
         try:
             yield

@@ -1,7 +1,7 @@
 """Loads the matrices of a mixture's experts: packed part by part as they are read where a GPU reads them quantized.
 
-Beside the packed matrices there is one part at a time, or, of experts that are rounded (`--quantization`), one layer's
-in the model's dtype.
+Besides the packed matrices only one part is in memory at a time, or, of experts that are rounded (`--quantization`),
+one layer's experts in the model's dtype.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ExpertLoader:
         return None if packed is None else packed[0 if part.gated else 1]
 
     def _dense(self, part: ExpertSlice) -> Tensor:
-        """Return the memory of a part, which is made out on the meta device."""
+        """Return the memory that a part fills: its target is a view of the weight on the meta device."""
         weight, target = self._experts.w13 if part.gated else self._experts.w2, part.target
         return weight.as_strided(target.shape, target.stride(), int(target.storage_offset()))
 

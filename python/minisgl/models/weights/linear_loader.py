@@ -1,7 +1,7 @@
 """Loads the weights of linear layers in the form that their products read: dense, or quantized.
 
-A weight gets its memory when its first part is read, and is rounded (`--quantization`) when its last one is: beside the
-model there are never more than the layers under way.
+A weight gets its memory when its first part is read, and is rounded (`--quantization`) when its last one is. So memory
+holds no more unrounded weights than those of the layers under way.
 """
 
 from __future__ import annotations
