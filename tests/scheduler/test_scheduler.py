@@ -299,6 +299,16 @@ def test_equal_prompts_that_come_at_once_are_prefilled_once() -> None:
     assert world.entered.index(8) == 1  # who shares nothing does not wait
 
 
+def test_without_a_cache_no_request_waits_for_a_prefix() -> None:
+    """Equal prompts enter together, and those of higher priority hold up no other while there is room for it."""
+    world = World(page_size=4, num_pages=400, num_slots=8, chunk=1000, cache="naive")
+    for seq_id in range(8):
+        world.add(seq_id, list(range(49)), max_tokens=1, ignore_eos=True, priority=seq_id % 2)
+    world.step()
+    assert len(world.entered) == 8
+    world.run()
+
+
 @pytest.mark.parametrize(("length", "entered"), [(4, [0, 1, 2]), (5, [0])])
 def test_a_request_waits_for_a_prefix_only_if_it_saves_a_page(length: int, entered: list[int]) -> None:
     """The last token of a prompt is computed in any case."""

@@ -66,6 +66,7 @@ class CacheManager(Protocol):
     """Cache of prefixes. Its counts are kept up to date, so reading them costs nothing."""
 
     page_size: int
+    keeps_prefixes: bool  # False: what is inserted is never found
 
     @property
     def cached_pages(self) -> int:

@@ -18,6 +18,7 @@ from minisgl.kvcache.base import (
 class NaiveCache:
     """Cache in which nothing matches and every offered page stays the caller's."""
 
+    keeps_prefixes = False
     cached_pages = 0
     locked_pages = 0
     evictable_pages = 0

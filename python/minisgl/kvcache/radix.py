@@ -70,6 +70,8 @@ class RadixCache:
     leaf, which was used before B's, then B's leaf, then the node above, which has no child left.
     """
 
+    keeps_prefixes = True
+
     def __init__(self, page_size: int, *observers: CacheObserver) -> None:
         require_page_size(page_size)
         self._observers = observers

@@ -79,7 +79,9 @@ class RequestPages:
         return self._cache.match(request.token_ids[: usable * self._page_size], request.salt)
 
     def is_being_prefilled(self, request: Request, cached_len: int, running: IndexArray) -> bool:
-        """Return True if a running request's prefill covers more of this one's tokens than the cache has."""
+        """Return True if a running request's prefill will put more of this one's tokens into the cache than it has."""
+        if not self._cache.keeps_prefixes:
+            return False
         table, tokens = self._table, request.token_ids
         for slot in running[table.cached_len[running] < table.entry_len[running]].tolist():
             length = min(int(table.entry_len[slot]), len(tokens) - 1) // self._page_size * self._page_size
