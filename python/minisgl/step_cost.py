@@ -52,9 +52,9 @@ class StepCost:
 
     def seconds(self, batch: Batch) -> float:
         """Return the seconds of a whole step."""
-        is_prefill = batch.query_lens > 1
-        if not is_prefill.any():
+        if batch.is_decode:
             return self.decodes_alone(batch.start_pos)
+        is_prefill = (batch.query_lens > 1) | ~batch.needs_sample
         starts, lengths = batch.start_pos[is_prefill].tolist(), batch.query_lens[is_prefill].tolist()
         prefills = sum(map(self.prefill, starts, lengths))
         return self.fixed + prefills + self.decodes(batch.start_pos[~is_prefill])
@@ -110,11 +110,12 @@ class LearnedCost:
 
         Such a step would take no less time with fewer tokens, so it must not make chunks smaller. Its seconds are NaN,
         or hardly longer than the model's launches: within a sum over ranks a device also waits for the launches of
-        another rank, which its own host does not see.
+        another rank, which its own host does not see. A ratio above 1 returns towards 1 with it: it may be a relic of a
+        few slow steps, and chunks so small that they all wait for the host would never show that.
         """
-        is_decode = int(batch.query_lens.max()) == 1
-        if not is_decode and seconds < LAUNCH_MARGIN * self.model.launching:
-            return
         modelled = self.model.seconds(batch)
-        if seconds > 0 and math.isfinite(modelled):
-            (self._alone if is_decode else self._with_chunks).record(seconds, modelled)
+        if not batch.is_decode and not seconds >= LAUNCH_MARGIN * self.model.launching:
+            if self.ratio > 1:
+                self._with_chunks.record(modelled, modelled)
+        elif seconds > 0 and math.isfinite(modelled):
+            (self._alone if batch.is_decode else self._with_chunks).record(seconds, modelled)

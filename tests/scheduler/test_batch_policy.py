@@ -361,6 +361,7 @@ class TimedDevice:
     ) -> None:
         self._clock, self._ratio, self._tiles, self._cost = clock, ratio, tiles, cost
         self._launching = launching
+        self.slow_steps = 0  # number of the next steps that take 10 s more
         self.kinds = ""  # of the steps: chunks with "c", decodes with "d", both with "b"
         self._free_at = 0.0
         self.streaming: list[float] = []  # seconds of each step of decodes and a chunk
@@ -369,6 +370,9 @@ class TimedDevice:
 
     def forward(self, batch: Batch) -> None:
         seconds = self._ratio * self._cost.seconds(batch)
+        if self.slow_steps:
+            seconds += 10.0
+            self.slow_steps -= 1
         is_chunk = ~batch.needs_sample | (batch.query_lens > 1)
         self.kinds += "c" if is_chunk.all() else "b" if is_chunk.any() else "d"
         if self._tiles:
@@ -523,6 +527,26 @@ def test_a_burst_beside_slow_launches_ends_about_as_soon_as_with_prefill_first(o
         ends.append(clock.now)
     assert len(device.streaming) > 50
     assert ends[1] < 1.1 * ends[0]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("launching", [0.0, 10e-3, 34e-3, 60e-3])
+def test_slow_steps_make_chunks_small_for_a_while_only(launching: float, overlap: bool) -> None:
+    """Chunks grow again though they have become so small that each step waits for the host, or has one token."""
+    clock, cost = Clock(), dataclasses.replace(COST, launching=launching)
+    device = TimedDevice(clock, 1.0, launching=launching)
+    scheduler, loop = timed_loop(SchedulerConfig(), clock, device, num_slots=2, overlap=overlap, cost=cost)
+    scheduler.add(0, ids([1, 2, 3]), SamplingParams(max_tokens=90_000, ignore_eos=True), seed=0)
+
+    def steps_of_prompt(seq_id: int) -> int:
+        prompt = np.random.default_rng(seq_id).integers(10, 1000, 20_000, dtype=np.int32)
+        scheduler.add(seq_id, prompt, SamplingParams(max_tokens=1), seed=0)
+        return next(step for step in itertools.count() if any(end.seq_id == seq_id for end in loop.step().ended))
+
+    before = steps_of_prompt(1)
+    device.slow_steps = 30
+    assert steps_of_prompt(2) < 90 + before
+    assert steps_of_prompt(3) < 1.5 * before
 
 
 def test_one_slow_step_changes_little() -> None:
