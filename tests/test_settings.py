@@ -207,6 +207,21 @@ def test_an_unknown_keyword_of_llm_is_a_type_error() -> None:
         LLM("demo", num_pages=4)
 
 
+@pytest.mark.parametrize(
+    ("keyword", "advice"),
+    [
+        ("max_model_len", "max_seq_len_override"),
+        ("max_running_requests", "max_running_req"),
+        ("enforce_eager", "cuda_graph_max_bs=0"),
+        ("disable_radix_cache", "cache_type='naive'"),
+        ("disable_overlap_schedule", "overlap=False"),
+    ],
+)
+def test_a_flags_name_as_a_keyword_of_llm_is_answered_with_the_keyword(keyword: str, advice: str) -> None:
+    with pytest.raises(TypeError, match=f"^LLM has no keyword {keyword}; give {advice}$"):
+        LLM("demo", **{keyword: 1})
+
+
 def test_llm_shows_its_keywords() -> None:
     shown = inspect.signature(LLM).parameters
     minisgl = "model dtype max_seq_len_override max_extend_tokens cuda_graph_max_bs page_size max_running_req"

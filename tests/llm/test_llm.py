@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import shutil
 import signal
@@ -54,6 +55,44 @@ def test_chat_and_stop_strings(llm: LLM) -> None:
     cut = llm.chat([QUESTION, QUESTION], SamplingParams(stop=("server",)))
     assert [one["text"] for one in cut] == [whole["text"].partition("server")[0]] * 2
     assert cut[0]["cached_tokens"] > 0
+
+
+def test_chat_gives_tools_and_variables_to_the_template(llm: LLM) -> None:
+    weather = {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+    question = [{"role": "user", "content": [{"type": "text", "text": "Tell me the weather in Paris."}]}]
+    tools = [{"type": "function", "function": weather}]
+    (answer,) = llm.chat(question, SamplingParams(max_tokens=100), tools=tools)
+    assert '"name": "get_weather"' in answer["text"]
+    params = SamplingParams(max_tokens=8)
+    thoughts = [
+        llm.chat(question, params, enable_thinking=True)[0]["text"],
+        llm.chat(question, params, chat_template_kwargs={"enable_thinking": True})[0]["text"],
+    ]
+    assert thoughts[0] == thoughts[1] != llm.chat(question, params)[0]["text"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "refusal"),
+    [
+        ("hi", "messages must be a list of messages"),
+        ({"role": "user", "content": "hi"}, "messages must be a list of messages"),
+        ([*QUESTION, "hi"], "messages must be a list of messages"),
+        (None, "messages must be a list of messages"),
+        ([], "at least one message"),
+        ([{"role": "user"}], "messages.0.content is required"),
+        ([{"role": "bot", "content": "hi"}], "messages.0.role must be one of"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "only text parts are supported, not 'image_url'"),
+    ],
+)
+def test_chat_refuses_what_the_server_refuses(llm: LLM, messages: Any, refusal: str) -> None:
+    with pytest.raises(InvalidRequest, match=refusal):
+        llm.chat(messages)
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 1}, [{"max_tokens": 1}], 5])
+def test_sampling_params_of_another_type_are_named(llm: LLM, params: Any) -> None:
+    with pytest.raises(TypeError, match="sampling_params must be SamplingParams, or a list"):
+        llm.generate("abc", params)
 
 
 def test_words_that_are_not_wanted(llm: LLM) -> None:
@@ -304,6 +343,16 @@ def test_a_rank_that_dies_before_it_joins_ends_the_start(monkeypatch: pytest.Mon
     with pytest.raises(ConfigError, match="scheduler-1: it died"):
         LLM("demo", max_running_req=2, tp_size=2)
     assert [process.poll() for process in started] == [-signal.SIGKILL]
+
+
+def test_one_that_is_freed_without_close_ends_its_ranks() -> None:
+    """The sockets' context alone would wait for its sockets for ever, inside the garbage collector."""
+    llm = LLM("demo", max_running_req=2, tp_size=2)
+    llm.generate("abc", SamplingParams(max_tokens=2))
+    (child,) = llm._ranks._children
+    del llm
+    gc.collect()
+    assert child.process.poll() == -signal.SIGKILL
 
 
 def test_calls_from_several_threads_are_served_one_after_another(llm: LLM) -> None:

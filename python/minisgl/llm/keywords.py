@@ -40,7 +40,18 @@ def read_settings(keywords: dict[str, Any]) -> tuple[SourceConfig, EngineConfig,
     source = SourceConfig(**take_keywords(SourceConfig, keywords))
     engine = EngineConfig(model_path="", **take_keywords(EngineConfig, keywords))
     scheduler = SchedulerConfig(**_OWN_DEFAULTS | take_keywords(SchedulerConfig, keywords))
-    if keywords:
-        known = sorted(one.keyword for kind in _SETTINGS for one in declarations(kind))
-        raise TypeError(f"LLM has no keyword {', '.join(keywords)}; it has {', '.join(known)}")
+    for keyword in keywords:
+        raise TypeError(f"LLM has no keyword {keyword}; {_advice(keyword)}")
     return source, engine, scheduler
+
+
+def _advice(keyword: str) -> str:
+    """Return what to give in place of an unknown keyword: the one whose flag it names, or any of all."""
+    declared = [one for kind in _SETTINGS for one in declarations(kind)]
+    flag = f"--{keyword.replace('_', '-')}"
+    for one in declared:
+        if flag in (*one.flags, *one.setting.aliases):
+            return f"give {one.keyword}" + (f"={not one.default}" if one.kind is bool else "")
+        if flag in one.setting.switches:
+            return f"give {one.keyword}={one.setting.switches[flag]!r}"
+    return f"it has {', '.join(sorted(one.keyword for one in declared))}"

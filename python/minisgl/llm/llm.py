@@ -36,6 +36,7 @@ from minisgl.progress import progress_bar
 from minisgl.sampling_params import InvalidRequest, SamplingParams, room_for_output
 from minisgl.scheduler.assembly import make_loop, reuses_prefixes
 from minisgl.seeds import choice_seed, random_seed
+from minisgl.server.api.bodies.conversation import template_messages
 from minisgl.structured_output.matcher import GrammarMatchers
 from minisgl.structured_output.translate import named_tokens
 from minisgl.structured_output.validator import GrammarValidator
@@ -152,13 +153,21 @@ class LLM:
         messages: Sequence[ConversationMessage] | Sequence[Sequence[ConversationMessage]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = False,
         **template_kwargs: Any,
     ) -> list[Completion]:
-        """Return the completion of one conversation, or of several; `template_kwargs` go to the chat template."""
-        several = bool(messages) and not isinstance(messages[0], dict)
-        conversations: list[Any] = list(messages) if several else [messages]
-        ids = [self._known(self.tokenizer.encode_chat(list(one), None, template_kwargs)) for one in conversations]
+        """Return the completion of one conversation, or of several, in order.
+
+        Messages have OpenAI's form. `tools`, `chat_template_kwargs` and all other keywords go to the chat template; a
+        tool call is part of the text, as the model writes it. Raises InvalidRequest, which names the wrong field.
+        """
+        variables = {**(chat_template_kwargs or {}), **template_kwargs}
+        ids = [
+            self._known(self.tokenizer.encode_chat(template_messages(one), tools, variables))
+            for one in _conversations(messages)
+        ]
         answers = self._run(ids, self._params_for(ids, sampling_params), use_tqdm, continues=False)
         return [answer.completion for answer in answers]
 
@@ -305,6 +314,8 @@ class LLM:
             raise InvalidRequest("model", NO_TEXT)
         if params is None or isinstance(params, SamplingParams):
             params = [params or self._default_params] * len(prompts)
+        if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+            raise TypeError("sampling_params must be SamplingParams, or a list with one for each prompt")
         if len(params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(params)} sampling parameters")
         return resolve_params(params, prompts, self._engine.limits, self.tokenizer, self._validator)
@@ -367,6 +378,16 @@ class LLM:
                 for message in stopped:
                     scheduler.end(message.seq_id, "stop")
         return answers
+
+
+def _conversations(messages: Any) -> list[list[ConversationMessage]]:
+    """Return the conversations: one, or several; InvalidRequest for anything else."""
+    several = isinstance(messages, Sequence) and all(isinstance(one, list | tuple) for one in messages)
+    conversations = list(messages) if several and messages else [messages]
+    for one in conversations:
+        if not isinstance(one, list | tuple) or not all(isinstance(message, dict) for message in one):
+            raise InvalidRequest("messages", "messages must be a list of messages, which are dicts, or of such lists")
+    return [list(one) for one in conversations]
 
 
 def _stacked(rows: list[Float32Array], width: int) -> Float32Array:

@@ -42,8 +42,36 @@ def _look_until(closed: threading.Event, ranks: weakref.ref[RankProcesses]) -> N
         del one  # no reference between two looks, so that the object can be freed
 
 
+def _end(
+    pid: int,
+    children: list[Child],
+    context: zmq.Context[zmq.Socket[bytes]],
+    outboxes: list[Outbox[ToRank]],
+    run_dir: str,
+    closed: threading.Event,
+    reading: threading.Lock,
+) -> None:
+    """End the processes and free what they were reached by. A process that is forked from `pid` leaves them alone.
+
+    The outboxes are closed here one by one: while the garbage collector runs, the context has lost its list of them,
+    and would wait for their sockets for ever.
+    """
+    if os.getpid() != pid:
+        return
+    closed.set()
+    for child in children:
+        with reading:
+            child.pipe.close()
+        child.process.kill()
+        child.process.wait()
+    for outbox in outboxes:
+        outbox.close()
+    context.destroy(linger=0)
+    shutil.rmtree(run_dir, ignore_errors=True)
+
+
 class RankProcesses:
-    """Ranks 1 and up. They end when `close` closes their control pipes, or with the caller."""
+    """Ranks 1 and up. They end with `close`, when this object is freed, or with the caller."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._closed = threading.Event()
@@ -51,19 +79,19 @@ class RankProcesses:
         self._failures: dict[str, str] = {}  # message of a failure, by process
         self._hang: str | None = None
         self._hang_timeout = config.engine.hang_timeout
-        self._run_dir = make_run_dir()
-        self._remove_run_dir = weakref.finalize(self, shutil.rmtree, self._run_dir, ignore_errors=True)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.addresses = Addresses(self._run_dir)
-        self._children: list[Child] = [
-            start_worker(
-                f"scheduler-{rank}",
-                "minisgl.scheduler.process:run",
-                Start(config, self._run_dir, rank),
-                cpu_environment(os.environ),
+        self._children: list[Child] = []
+        self._outboxes: list[Outbox[ToRank]] = []
+        run_dir = make_run_dir()
+        held = os.getpid(), self._children, self._context, self._outboxes, run_dir, self._closed, self._reading
+        self._end = weakref.finalize(self, _end, *held)
+        self.addresses = Addresses(run_dir)
+        for rank in range(1, config.engine.tp_size):
+            start = Start(config, run_dir, rank)
+            child = start_worker(
+                f"scheduler-{rank}", "minisgl.scheduler.process:run", start, cpu_environment(os.environ)
             )
-            for rank in range(1, config.engine.tp_size)
-        ]
+            self._children.append(child)
 
     def check(self) -> None:
         """Raise RankLost if a rank's process has ended; it names one that was killed before any that failed."""
@@ -138,7 +166,9 @@ class RankProcesses:
                 if message is None or isinstance(message, Failed):
                     raise self._lost(child, message)
             child.pipe.send(Serve(limits))
-        return [Outbox(self._context, self.addresses.rank(rank)) for rank, _ in enumerate(self._children, start=1)]
+        for rank, _ in enumerate(self._children, start=1):
+            self._outboxes.append(Outbox(self._context, self.addresses.rank(rank)))
+        return self._outboxes
 
     def end_if_lost(self) -> None:
         """End the other ranks if one has ended, because they wait for it, and leaving NCCL's group may wait for them.
@@ -151,11 +181,5 @@ class RankProcesses:
                 child.process.wait()
 
     def close(self) -> None:
-        self._closed.set()
-        for child in self._children:
-            with self._reading:
-                child.pipe.close()
-            child.process.kill()
-            child.process.wait()
-        self._context.destroy(linger=0)
-        self._remove_run_dir()
+        """End the processes. May be called repeatedly."""
+        self._end()

@@ -125,3 +125,7 @@ class Outbox(Generic[T]):
 
     def send(self, message: T) -> None:
         self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Close the socket; messages that were not sent yet are dropped. May be called repeatedly."""
+        self._socket.close(linger=0)
