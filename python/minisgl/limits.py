@@ -7,7 +7,7 @@ import msgspec
 MAX_CHOICES = 64
 MAX_STOP_STRINGS = 32
 MAX_LOGPROBS = 20
-MAX_OPENAI_TEMPERATURE = 2.0
+MAX_OPENAI_TEMPERATURE = 2
 
 
 class Limits(msgspec.Struct, frozen=True):

@@ -184,6 +184,13 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"stop_regex": "a+"}, "stop_regex"),
     ({"lora_path": "x"}, "lora_path"),
     ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
+    ({"moderation": {"model": "omni-moderation-latest"}}, "moderation"),
+    ({"truncation_side": "right"}, "truncation_side"),
+    ({"repetition_detection": {"max_pattern_size": 4}}, "repetition_detection"),
+    ({"logprob_token_ids": [1]}, "logprob_token_ids"),
+    ({"return_prompt_text": True}, "return_prompt_text"),
+    ({"input_ids": [1]}, "input_ids"),
+    ({"return_meta_info": True}, "return_meta_info"),
 ]
 
 
@@ -192,6 +199,22 @@ def test_bad_chat(server: RunningServer, change: dict[str, Any], param: str) -> 
     body = json.dumps({"model": MODEL, "messages": HELLO, **change})
     check_error(server.post(CHAT, content=body), 400, param)
     assert not server.engine.of_type(Generate), "nothing of it reached the engine"
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"messages": ["x"]}, "messages.0 must be an object"),
+        ({"stream_options": 5, "stream": True}, "stream_options must be an object"),
+        ({"response_format": "json"}, "response_format must be an object"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag is not supported"),
+        ({"temperature": 3}, "temperature must be between 0 and 2, not 3.0"),
+    ],
+    ids=str,
+)
+def test_refusals_speak_of_json_and_not_of_python(server: RunningServer, change: dict[str, Any], sentence: str) -> None:
+    answer = server.post(CHAT, json={"messages": HELLO, **change})
+    assert answer.json()["error"]["message"] == sentence
 
 
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [

@@ -371,6 +371,8 @@ def test_a_call_that_is_cut_short_has_what_came(qwen: RunningServer) -> None:
         ({"thinking": {"type": "sometimes"}}, "thinking"),
         ({"output_config": {"format": {"type": "json_object"}}}, "output_config.format"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"thread": {"type": "create"}}, "thread"),
+        ({"compaction": {"type": "summarize"}}, "compaction"),
     ],
 )
 def test_wrong_fields_are_named(server: RunningServer, change: dict[str, Any], names: str) -> None:

@@ -130,6 +130,9 @@ def test_chat_fields_shape_the_prompt(server: Server) -> None:
     thinking = {kind: prompt_ids(server, chat_template_kwargs={"enable_thinking": kind}) for kind in (True, False)}
     assert thinking[True] != thinking[False]
     assert prompt_ids(server, reasoning_effort="none") == thinking[False]
+    for kind, reasoning in ((True, {"enabled": True}), (False, {"effort": "none"}), (True, {"effort": "low"})):
+        assert prompt_ids(server, reasoning=reasoning) == thinking[kind]
+    assert prompt_ids(server, reasoning_effort="none", reasoning={"enabled": True}) == thinking[False]
     begun = [QUESTION, {"role": "assistant", "content": "It is"}]
     continued = prompt_ids(server, messages=begun, continue_final_message=True)
     assert bytes(continued[-5:]) == b"It is"

@@ -126,7 +126,7 @@ class ChoiceText:
 def completion_job(body: CompletionBody, limits: Limits) -> Job:
     """Return the job of a body, or InvalidRequest."""
     if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
-        raise InvalidRequest("max_tokens", "max_tokens must be at least 1, unless echo is set")
+        raise InvalidRequest("max_tokens", "max_tokens must be at least 1, unless echo or prompt_logprobs is set")
     sampling = body.sampling(limits)
     truncate = body.tokens_to_keep(limits)
     cut = truncate is not None

@@ -9,7 +9,7 @@ from pydantic import Field, WithJsonSchema
 
 from minisgl.request_fields import RequestField, request_fields
 from minisgl.sampling_params import SamplingParams
-from minisgl.server.api.bodies.request_body import EMPTY, STRING, Body, CacheSalt, Priority, RequestId, any_of
+from minisgl.server.api.bodies.request_body import EMPTY, NEVER, STRING, Body, CacheSalt, Priority, RequestId, any_of
 from minisgl.server.api.bodies.route_bodies import MAX_MESSAGES, Temperature, TemplateKwargs
 from minisgl.structured_output.response_format import Options
 
@@ -49,14 +49,20 @@ class OutputConfig(Options):
 class AnthropicBody(Body):
     """Fields of both routes, which make the prompt."""
 
-    not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"mcp_servers": EMPTY, "fallbacks": EMPTY}
+    not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "mcp_servers": EMPTY,
+        "fallbacks": EMPTY,
+        "thread": NEVER,
+    }
     no_effect: ClassVar[frozenset[str]] = frozenset(
         {
+            "billing_policy",
             "cache_control",
             "compaction",
             "container",
             "context_management",
             "diagnostics",
+            "fallback_credit_token",
             "inference_geo",
             "metadata",
             "service_tier",
@@ -112,6 +118,8 @@ class CountTokensBody(AnthropicBody):
 class MessagesBody(AnthropicBody):
     """POST /v1/messages"""
 
+    not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {**AnthropicBody.not_supported, "compaction": NEVER}
+    no_effect: ClassVar[frozenset[str]] = AnthropicBody.no_effect - {"compaction"}
     example_fields: ClassVar[tuple[str, ...]] = ("messages", "max_tokens")
 
     max_tokens: Annotated[int, RequestField("Most tokens to generate; fewer if the context holds no more.", 64, ge=1)]

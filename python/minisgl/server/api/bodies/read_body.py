@@ -38,6 +38,11 @@ MAX_VALUES = 65_536  # strings (names of fields included), objects and arrays
 MAX_ITEMS = 262_144  # values separated by commas, most of which are token ids
 HAVE_CHECKS = frozenset({"prompt", "input_ids", "tokens"})  # fields whose numbers are checked elsewhere
 CONTAINERS = frozenset({dict, list})
+_REFUSALS = {  # pydantic's types of errors whose own texts speak of Python
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "none_required": "is not supported",
+}
 SHORT = 32  # items: shorter lists are checked together
 
 
@@ -206,4 +211,6 @@ def _first_error(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     # pydantic adds the names of a union's types, with brackets, to the location.
     param = ".".join(str(part) for part in first["loc"] if "[" not in str(part))
+    if (text := _REFUSALS.get(first["type"])) is not None:
+        return invalid(param, f"{param} {text}")
     return invalid(param, f"{param}: {first['msg'][:1].lower()}{first['msg'][1:]}")

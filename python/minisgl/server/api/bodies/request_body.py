@@ -163,6 +163,16 @@ class RequestBody(SamplingBody):
         "custom_params": EMPTY,
         "vllm_xargs": EMPTY,
         "spaces_between_special_tokens": (True,),
+        "moderation": NEVER,
+        "truncation_side": ("left",),
+        "repetition_detection": NEVER,
+        "logprob_token_ids": NEVER,
+        "watermarking": OFF,
+        "return_prompt_text": OFF,
+        "return_prompt_token_ids": OFF,
+        "return_meta_info": OFF,
+        "return_routed_experts": OFF,
+        "return_cached_tokens_details": OFF,
     }
     no_effect: ClassVar[frozenset[str]] = frozenset(
         {
@@ -172,10 +182,13 @@ class RequestBody(SamplingBody):
             "service_tier",
             "safety_identifier",
             "prompt_cache_key",
+            "prompt_cache_options",
             "prompt_cache_retention",
             "prediction",
             "guided_decoding_backend",
             "mm_processor_kwargs",
+            "session_id",
+            "stream_interval",
         }
     )
     # Their defaults differ from those of `SamplingParams`, or properties below read them.

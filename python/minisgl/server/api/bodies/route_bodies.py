@@ -73,6 +73,11 @@ ToolChoice = Annotated[  # `bodies.tools` interprets it
 ]
 
 
+class ChatReasoning(Options):
+    effort: ReasoningEffort | None = Field(default=None, description="As reasoning_effort.", examples=["low"])
+    enabled: bool | None = Field(default=None, description="True: with reasoning; false: without.", examples=[True])
+
+
 class StreamOptions(Options):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -116,6 +121,9 @@ class ConversationBody(Body):
     reasoning_effort: Annotated[
         ReasoningEffort | None, RequestField("Given to the chat template; `none`: without reasoning.", "low")
     ] = None
+    reasoning: Annotated[
+        ChatReasoning | None, RequestField("SGLang's form of reasoning_effort: effort, enabled.", {"effort": "low"})
+    ] = None
     verbosity: Annotated[
         Literal["low", "medium", "high"] | None, RequestField("Given to the chat template.", "low")
     ] = None
@@ -151,9 +159,13 @@ class ConversationBody(Body):
     def template_kwargs(self) -> dict[str, Any]:
         """Variables of the chat template: reasoning effort, under each name that templates use, and those by name."""
         found: dict[str, Any] = {} if self.verbosity is None else {"verbosity": self.verbosity}
-        if self.reasoning_effort is not None:
-            thinks = self.reasoning_effort != "none"
-            found |= {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
+        effort, thinks = self.reasoning_effort, None
+        if self.reasoning is not None:
+            effort, thinks = effort or self.reasoning.effort, self.reasoning.enabled
+        if effort is not None:
+            found["reasoning_effort"], thinks = effort, effort != "none"
+        if thinks is not None:
+            found |= {"enable_thinking": thinks, "thinking": thinks}
         return found | self.chat_template_kwargs
 
 
@@ -170,6 +182,7 @@ class ChatBody(OpenAIBody, ConversationBody):
         "documents": EMPTY,
         "chat_template": NEVER,
         "thinking_token_budget": NEVER,
+        "input_ids": NEVER,
         "add_special_tokens": OFF,
     }
 

@@ -78,7 +78,6 @@ class ResponsesBody(RequestBody):
         "background": OFF,
         "conversation": NEVER,
         "prompt": NEVER,
-        "moderation": NEVER,
         "n": (1,),
     }
     no_effect: ClassVar[frozenset[str]] = RequestBody.no_effect - {
@@ -87,7 +86,7 @@ class ResponsesBody(RequestBody):
         "safety_identifier",
         "store",
         "user",
-    } | {"client_metadata", "context_management", "max_tool_calls", "prompt_cache_options", "stream_options"}
+    } | {"client_metadata", "context_management", "max_tool_calls", "stream_options"}
 
     example_fields: ClassVar[tuple[str, ...]] = ("input", "max_output_tokens", "temperature")
 
