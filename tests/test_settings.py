@@ -137,6 +137,7 @@ def test_an_unknown_flag_is_refused_with_what_to_do() -> None:
         (["--max-total-tokens", "5"], "^there is no --max-total-tokens: give --num-pages"),
         (["--max_total_tokens=5"], "^there is no --max-total-tokens: give --num-pages"),
         (["--max-model-length", "5"], "^there is no --max-model-length; --max-model-len is the closest$"),
+        (["--enable-eplb"], "^there is no --enable-eplb; see minisgl --help$"),
         (["--xyzzy"], "^there is no --xyzzy; see minisgl --help$"),
         (["owner/name"], "^unrecognized argument owner/name: write --model owner/name, or minisgl serve owner/name$"),
         (["serve", "owner/name", "other"], "^unrecognized argument other"),

@@ -39,6 +39,12 @@ NO_EFFECT = _by_flag(
         "--enable-chunked-prefill": "prompts longer than --max-prefill-length are always cut",
         "--async-scheduling": "overlap is on unless --disable-overlap says otherwise",
         "--enable-metrics": "/metrics is always there",
+        "--enable-server-load-tracking": "/load is always there",
+        "--enable-tokenizer-info-endpoint": "/tokenizer_info is always there",
+        "--enable-request-id-headers": "every answer has an x-request-id",
+        "--enable-priority-scheduling": "requests' priorities are always obeyed",
+        "--enable-nan-detection": "logits that are not finite are always found",
+        "--language-model-only": "there is nothing but the language model",
         "--enable-prompt-tokens-details --enable-cache-report": "usage always counts cached tokens",
         "--disable-log-requests --no-enable-log-requests": "texts of requests are never logged",
         "--disable-log-stats": "statistics are at /metrics and not logged",
@@ -57,21 +63,34 @@ NO_SUCH_FLAG = _by_flag(
         "--compilation-config": "give --cuda-graph-max-bs: there is no other compilation to configure",
         "--enable-torch-compile": "there is no torch.compile here: kernels are compiled at the first start",
         "--scheduling-policy": "give --schedule-policy; requests' priorities are always obeyed",
-        "--pipeline-parallel-size --pp-size": "--tp is the only way to divide a model among GPUs",
-        "--data-parallel-size --dp-size --dp": "start a server for each replica, behind a proxy",
-        "--nnodes": "a server runs on one host",
+        "--pipeline-parallel-size -pp --pp-size": "--tp is the only way to divide a model among GPUs",
+        "--data-parallel-size -dp --dp-size --dp": "start a server for each replica, behind a proxy",
+        "--enable-dp-attention": "--tp divides attention by its heads",
+        "--kv-transfer-config --disaggregation-mode": "one server does both, prefill and decode",
+        "--nnodes --node-rank --dist-init-addr --master-addr": "a server runs on one host",
+        "--base-gpu-id": "choose GPUs with CUDA_VISIBLE_DEVICES",
         "--distributed-executor-backend": "each rank is a process of one host",
         "--enable-lora --lora-modules --lora-paths": "LoRA adapters are not supported: merge them into the weights",
         "--speculative-config --speculative-algorithm": "there is no speculative decoding",
         "--swap-space": "a request that loses its pages computes them again; nothing is swapped",
+        "--kv-offloading-size --enable-hierarchical-cache": "the KV cache is on the device alone",
         "--cpu-offload-gb": "weights stay on the device: divide them among GPUs with --tp",
         "--seed --random-seed": "send seed with a request: random numbers depend only on it and on a token's position",
+        "--enable-deterministic-inference": "rounding depends on the batch; send seed for the same random numbers",
         "--tokenizer-revision": "give --tokenizer as a folder with that revision",
         "--tokenizer-mode": "the tokenizer is always the fast one (tokenizer.json)",
         "--hf-overrides --json-model-override-args --rope-scaling": "change config.json in a folder of your own",
         "--task": "give --runner pooling, and --convert embed or classify where the model's folder does not say it",
         "--grammar-backend --guided-decoding-backend --structured-outputs-config": "llguidance compiles all grammars",
         "--chat-template-content-format": "messages get the form that the chat template expects",
+        "--default-chat-template-kwargs": "give --chat-template a file with them, or send chat_template_kwargs",
+        "--override-generation-config --preferred-sampling-params": "give --generation-config a folder with the file",
+        "--limit-mm-per-prompt --enable-multimodal": "only text is served",
+        "--stream-interval": "the tokens of each step are sent at once",
+        "--uds": "the server listens at --host and --port",
+        "--download-dir": "set HF_HUB_CACHE",
+        "--config": "there is no file of flags: give them on the command line",
+        "--api-server-count": "one process answers HTTP; --num-tokenizer starts more tokenizers",
         "--log-requests --enable-log-requests": "texts are never logged; --access-log logs one line a request",
     }
 )
@@ -133,7 +152,7 @@ def _refuse_unknown(words: Sequence[str]) -> None:
     if not flag.startswith("-"):
         raise ConfigError(f"unrecognized argument {flag}: write --model {flag}, or minisgl serve {flag}")
     known = [option for action in make_parser()._actions for option in action.option_strings]
-    close = difflib.get_close_matches(flag, known, n=1)
+    close = difflib.get_close_matches(flag, known, n=1, cutoff=0.75)  # with less, most advice would mislead
     raise ConfigError(f"there is no {flag}" + (f"; {close[0]} is the closest" if close else "; see minisgl --help"))
 
 

@@ -191,6 +191,14 @@ def test_models_that_cannot_be_paged_are_refused_by_name(kind: str, why: str, tm
         load_model_config(tmp_path)
 
 
+def test_a_model_that_is_no_causal_language_model_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    """transformers' own error names hundreds of classes."""
+    kind = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava"}
+    (tmp_path / "config.json").write_text(json.dumps(kind))
+    with pytest.raises(UnsupportedModel, match="transformers' modules: transformers has no causal language model of"):
+        load_model_config(tmp_path)
+
+
 def test_other_refusals(tmp_path: Path) -> None:
     save("starcoder2", tmp_path)
     with pytest.raises(UnsupportedModel, match="Starcoder2ForCausalLM is not supported; known are"):

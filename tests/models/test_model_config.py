@@ -584,6 +584,12 @@ def test_unreadable_folders(tmp_path: Path) -> None:
         load_model_config(tmp_path / "nowhere")
     with pytest.raises(UnsupportedModel, match=r"has no config\.json"):
         load_model_config(tmp_path)
+    (tmp_path / "model-Q4_K_M.gguf").touch()
+    with pytest.raises(UnsupportedModel, match=r"has no config\.json: GGUF is not supported"):
+        load_model_config(tmp_path)
+    (tmp_path / "adapter_config.json").touch()
+    with pytest.raises(UnsupportedModel, match=r"has no config\.json: it is a LoRA adapter"):
+        load_model_config(tmp_path)
     for content in ("{", "\xff", "[]", ""):
         (tmp_path / "config.json").write_text(content, encoding="latin-1")
         with pytest.raises(UnsupportedModel, match=r"config\.json (cannot be read as JSON|does not hold)") as error:

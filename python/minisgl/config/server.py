@@ -46,7 +46,11 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
     num_tokenizers: Annotated[
         int,
         Setting(
-            "tokenizer processes; 0 is understood as 1", flags=("--num-tokenizer", "--tokenizer-count"), ge=0, le=64
+            "tokenizer processes; 0 is understood as 1",
+            flags=("--num-tokenizer", "--tokenizer-count"),
+            aliases=("--tokenizer-worker-num",),
+            ge=0,
+            le=64,
         ),
     ] = 1
     tool_call_parser: Annotated[

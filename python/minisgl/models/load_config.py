@@ -59,7 +59,7 @@ def load_model_config(
     if not folder.is_dir():
         raise UnsupportedModel(f"{folder} is not a folder")
     if not (folder / "config.json").is_file():
-        raise UnsupportedModel(f"{folder} has no config.json")
+        raise UnsupportedModel(f"{folder} has no config.json{_other_kind(folder)}")
     raw = read_object(folder / "config.json")
     if not (raw.get("dtype") or raw.get("torch_dtype")):
         raw = {**raw, "dtype": checkpoint_dtype(folder)}
@@ -75,6 +75,15 @@ def load_model_config(
     if pooling is not None and model.transformers is not None:
         raise UnsupportedModel(f"{model.architecture} is computed by transformers, which pools nothing here")
     return model if pooling is None else _pooling_model(model, pooling)
+
+
+def _other_kind(folder: Path) -> str:
+    """Return what a folder without config.json holds, if that is known, with what to do."""
+    if (folder / "adapter_config.json").is_file():
+        return ": it is a LoRA adapter; merge it into the weights of its model"
+    if any(folder.glob("*.gguf")):
+        return ": GGUF is not supported; take the safetensors that it was made from"
+    return ""
 
 
 def _pooling_model(model: ModelConfig, pooling: PoolingConfig) -> ModelConfig:

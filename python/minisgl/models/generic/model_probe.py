@@ -31,12 +31,15 @@ def hf_config(content: str) -> Any:
 
 def make_empty(content: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     """Return transformers' model of a config.json on the meta device, where experts' products want bfloat16."""
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     register()
+    config = hf_config(content)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModel(f"transformers has no causal language model of the model_type {config.model_type!r}")
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(hf_config(content), dtype=dtype, attn_implementation=PROBED)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PROBED)
     except KeyError as error:
         if error.args != (PROBED,):
             raise
