@@ -254,6 +254,7 @@ STREAMS: list[tuple[str, Json]] = [
         *[(path, change | {"stream": True}) for path, change in STREAMS],
         ("/tokenize", {"return_token_strs": True}),
         ("/v1/messages/count_tokens", {}),
+        ("/v1/responses/input_tokens", {}),
         ("/detokenize", {}),
         ("/abort", {}),
         *[(path, None) for path in ("/v1/models", "/v1/models/test-model", "/get_model_info", "/health", "/ready")],

@@ -14,7 +14,7 @@ from api_harness import MODEL, RunningServer
 from pydantic import BaseModel
 
 from minisgl.message.to_api import OutputDelta, OutputDeltas
-from minisgl.message.to_tokenizer import ChatPrompt, Generate
+from minisgl.message.to_tokenizer import ChatPrompt, Encode, Generate
 from minisgl.message.types import Abort, TextOptions, pack_ids
 from minisgl.sampling_params import SamplingParams
 from minisgl.server.api.requests.open_request import Job
@@ -207,6 +207,22 @@ def test_refusals_of_the_tokenizer_use_the_clients_field_names(server: RunningSe
         field, message = refusal(server, input="refuse", max_output_tokens=9, stream=stream)
         assert field == "max_output_tokens"
         assert message.startswith("max_output_tokens is too large")
+
+
+def test_the_tokens_of_a_prompt_are_counted_as_its_response_counts_them(
+    server: RunningServer, strict: openai.OpenAI
+) -> None:
+    client, asked = client_of(strict, server), {"model": MODEL, "input": "hello there", "instructions": "Be brief."}
+    counted = client.responses.input_tokens.count(**asked)
+    (question,) = server.engine.of_type(Encode)
+    response = client.responses.create(**asked, max_output_tokens=2)
+    (generate,) = server.engine.of_type(Generate)
+    assert question.prompt == generate.prompt
+    assert response.usage is not None
+    assert counted.input_tokens == response.usage.input_tokens > 0
+    for word, status, field in (("refuse", 400, "input"), ("broken", 500, None)):
+        refused = server.post(f"{PATH}/input_tokens", json={"input": word})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (status, field)
 
 
 ITEMS: list[tuple[Any, list[dict[str, Any]]]] = [

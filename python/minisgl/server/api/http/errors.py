@@ -136,6 +136,8 @@ def under_clients_names(names: Mapping[str, str]) -> Iterator[None]:
         raise invalid_request(error, names) from None
     except ApiError as error:
         detail = error.detail
+        if error.status != 400:
+            raise
         raise invalid(clients_name(detail.param or "", names), detail.message, detail.code) from None
 
 

@@ -1,4 +1,4 @@
-"""The routes of OpenAI's Responses API: create, retrieve, cancel and delete a response, and list its input."""
+"""The routes of OpenAI's Responses API: create, retrieve, cancel and delete a response, list and count its input."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from minisgl.message.to_tokenizer import ChatPrompt, Encode
 from minisgl.message.types import num_ids
 from minisgl.server.api.answers.answer import Answer
 from minisgl.server.api.answers.large_json import encode_large
-from minisgl.server.api.http.errors import ApiError, invalid
+from minisgl.server.api.http.errors import ApiError, invalid, under_clients_names
 from minisgl.server.api.http.gates import owner_of
 from minisgl.server.api.http.middleware import hold_bytes
-from minisgl.server.api.responses.body import ResponsesBody
+from minisgl.server.api.responses.body import Item, ResponsesBody
 from minisgl.server.api.responses.history import History, ItemList
-from minisgl.server.api.responses.job import PreparedResponse, prepare_response, truncate_to_fit
+from minisgl.server.api.responses.job import NAMES, PreparedResponse, prepare_response, truncate_to_fit
 from minisgl.server.api.responses.writer import Response, ResponsesWriter, StreamEvent
 from minisgl.server.api.routes.endpoint import Endpoint, Routes, json_response
 from minisgl.server.api.routes.service import Service
@@ -36,6 +36,10 @@ class DeletedResponse(msgspec.Struct, frozen=True, tag_field="object", tag="resp
     deleted: bool = True
 
 
+class InputTokens(msgspec.Struct, frozen=True, tag_field="object", tag="response.input_tokens"):
+    input_tokens: int
+
+
 class ResponsesRoutes(Routes):
     def __init__(self, service: Service) -> None:
         super().__init__(service)
@@ -44,6 +48,7 @@ class ResponsesRoutes(Routes):
     def endpoints(self) -> list[Endpoint]:
         return [
             Endpoint.for_engine(PATH, self.create, (ResponsesBody,), (Response,), (StreamEvent,)),
+            Endpoint(f"{PATH}/input_tokens", self.input_tokens, ("POST",), (ResponsesBody,), (InputTokens,)),
             Endpoint(ONE, self.retrieve, answers=(Response,), errors=(400, 404)),
             Endpoint(ONE, self.delete, ("DELETE",), answers=(DeletedResponse,), errors=(404,)),
             Endpoint(f"{ONE}/cancel", self.cancel, ("POST",), answers=(Response,), errors=(400, 404)),
@@ -55,16 +60,22 @@ class ResponsesRoutes(Routes):
         service = self._service
         body = await service.parse(request, ResponsesBody)
         history = self._history(request)
-        earlier, items = await history.before(body), await history.resolved(body.input)
-        prepared = prepare_response(body, earlier, items, service.limits, service.parsers, service.config.model_name)
-        service.ignored_tools.log(prepared.use, service.parsers)
-        if body.truncation == "auto":
-            prepared = await self._truncated(prepared)
+        prepared, items = await self._prepared(body, history)
         keep = history.keeper(body, items)
         begun = msgspec.structs.replace(prepared.begun, store=keep is not None)
         writer = ResponsesWriter(begun, prepared.options, keep, seals_reasoning=prepared.seals_reasoning)
         answer = service.answer(request, prepared.job, writer, stream=body.stream, names=body.own_names)
         return OpenResponse(answer, writer, history.owner, self._open)
+
+    async def input_tokens(self, request: Request) -> HttpResponse:
+        """Return the number of tokens of a response's prompt."""
+        body = await self._service.parse(request, ResponsesBody)
+        prepared, _ = await self._prepared(body, self._history(request))
+        (prompt,) = prepared.job.prompts
+        assert isinstance(prompt, ChatPrompt)
+        with under_clients_names(NAMES):
+            reply = await self._service.ask_tokenizer(lambda query_id: Encode(query_id, prompt), Encoded)
+        return json_response(InputTokens(num_ids(reply.ids)))
 
     async def retrieve(self, request: Request) -> HttpResponse:
         """Return a stored response."""
@@ -109,6 +120,16 @@ class ResponsesRoutes(Routes):
     def _history(self, request: Request) -> History:
         owner = owner_of(request, self._service.config.http)
         return History(self._service.responses, owner, partial(hold_bytes, request))
+
+    async def _prepared(self, body: ResponsesBody, history: History) -> tuple[PreparedResponse, list[Item]]:
+        """Return the request of a body, and the body's input items with references resolved."""
+        service = self._service
+        earlier, items = await history.before(body), await history.resolved(body.input)
+        prepared = prepare_response(body, earlier, items, service.limits, service.parsers, service.config.model_name)
+        service.ignored_tools.log(prepared.use, service.parsers)
+        if body.truncation == "auto":
+            prepared = await self._truncated(prepared)
+        return prepared, items
 
     async def _truncated(self, prepared: PreparedResponse) -> PreparedResponse:
         """Return the request with as many turns as the context holds, and a warning if some are left out."""
