@@ -77,7 +77,10 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
         QuantizationMethod,
         Setting(
             "format of matrices; auto: the checkpoint's; fp8, int8, int4: rounded to it as they are loaded",
-            values=dict.fromkeys(("awq", "gptq", "awq_marlin", "gptq_marlin", "compressed-tensors", "mxfp4"), "auto"),
+            values=dict.fromkeys(  # checkpoints' formats, which their files name
+                "awq gptq awq_marlin gptq_marlin compressed-tensors mxfp4 modelopt modelopt_fp8 fbgemm_fp8".split(),
+                "auto",
+            ),
         ),
     ] = "auto"
     fp8_activations: Annotated[

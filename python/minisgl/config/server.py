@@ -60,6 +60,7 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
             values={  # names of vLLM and SGLang
                 "qwen": "hermes",
                 "qwen25": "hermes",
+                "qwen3_xml": "qwen3_coder",
                 "llama3": "llama3_json",
                 "llama4_pythonic": "pythonic",
                 "llama4_json": "llama3_json",
@@ -72,7 +73,7 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
         ReasoningParserName,
         Setting(
             "form of the model's reasoning; auto: as its chat template shows",
-            values={"openai_gptoss": "harmony", "gpt-oss": "harmony"},  # names of vLLM and SGLang
+            values={"openai_gptoss": "harmony", "gptoss": "harmony", "gpt-oss": "harmony"},  # names of vLLM and SGLang
         ),
     ] = "auto"
     structured_output_additional_properties: Annotated[
