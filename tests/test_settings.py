@@ -46,7 +46,8 @@ def another(declared: Declaration) -> tuple[list[str], Any]:
         valid = {"attention": "torch", "root_path": "/some/path", "otlp_endpoint": "http://some"}
         value = {**valid, "kv_events_config": '{"publisher":"zmq"}'}.get(declared.name, "some")
         return [value], value
-    return ["some", "other"], ("some", "other")
+    words = ["http://some", "http://other"] if declared.name == "allowed_origins" else ["some", "other"]
+    return words, tuple(words)
 
 
 @pytest.mark.parametrize(("struct", "declared"), SETTABLE, ids=lambda one: getattr(one, "name", ""))

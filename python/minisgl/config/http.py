@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,8 @@ import msgspec
 
 from minisgl.config.settings import ConfigError, Setting, Settings, seconds
 from minisgl.limits import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_STRINGS, Limits
+
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # as a browser's header Origin names it
 
 
 class HttpConfig(Settings, frozen=True, kw_only=True):
@@ -100,6 +103,9 @@ class HttpConfig(Settings, frozen=True, kw_only=True):
         for flag, keys in {"--api-key": self.api_keys, "--admin-api-key": admin_keys}.items():
             if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in keys):
                 raise ConfigError(f"{flag}: a key must have at least one character, all of them visible ASCII")
+        for origin in self.allowed_origins:
+            if not _ORIGIN.fullmatch(origin):  # browsers send none like it, so it would allow nothing
+                raise ConfigError(f"--allowed-origins: {origin} must be *, null or of the form https://example.com")
         if "*" in self.allowed_origins and self.allow_credentials:
             raise ConfigError("--allow-credentials needs the --allowed-origins by name, not *")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):

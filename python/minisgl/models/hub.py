@@ -43,7 +43,10 @@ def find_model(source: SourceConfig, *, weights: bool = True) -> ModelFolders:
     folder = model_folder(source.model, weights=weights, revision=source.revision, hub=source.model_source)
     if source.tokenizer is None:
         return ModelFolders(folder, folder)
-    return ModelFolders(folder, model_folder(source.tokenizer, weights=False, hub=source.model_source))
+    try:
+        return ModelFolders(folder, model_folder(source.tokenizer, weights=False, hub=source.model_source))
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"--tokenizer: {error}") from error
 
 
 def model_folder(
