@@ -360,6 +360,7 @@ def test_body_too_large(server: RunningServer, stream: bool) -> None:
 def test_unknown_model(server: RunningServer) -> None:
     response = server.post(CHAT, json={"model": "gpt-99", "messages": HELLO})
     assert check_error(response, 404, "model")["code"] == "model_not_found"
+    assert response.json()["error"]["message"].endswith(f"does not exist; this server has '{MODEL}'")
     with pytest.raises(openai.NotFoundError):
         server.sdk.completions.create(model="gpt-99", prompt="x")
     check_error(server.get("/v1/models/gpt-99"), 404, "model")

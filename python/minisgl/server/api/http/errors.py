@@ -154,8 +154,9 @@ def head_too_large(limit: int) -> ApiError:
     return ApiError(431, message, code="head_too_large")
 
 
-def model_not_found(model: str) -> ApiError:
-    return ApiError(404, f"the model {model[:MAX_PARAM_CHARS]!r} does not exist", param="model", code="model_not_found")
+def model_not_found(model: str, served: str) -> ApiError:
+    message = f"the model {model[:MAX_PARAM_CHARS]!r} does not exist; this server has {served!r}"
+    return ApiError(404, message, param="model", code="model_not_found")
 
 
 def _unavailable(message: str, code: str) -> ApiError:

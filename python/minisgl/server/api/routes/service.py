@@ -139,4 +139,4 @@ class Service:
     def check_model(self, name: str) -> None:
         """Raise ApiError if it is not one of the model's names."""
         if name not in self.config.model_names:
-            raise model_not_found(name)
+            raise model_not_found(name, self.config.model_name)
