@@ -274,6 +274,25 @@ def test_unsupported_schemas_are_refused_by_the_name_of_their_field(tokenizer: T
         assert calls.value.field == "structured_outputs"  # the chat API renames it to "tools"
 
 
+@pytest.mark.parametrize("form", [*FORMS, "harmony"])
+def test_a_refused_schema_is_named_by_its_tool(tokenizer: Tokenizer, form: str) -> None:
+    unique = {"type": "array", "uniqueItems": True}
+    tools = {**TOOLS, "odd": {"type": "object", "properties": {"a": unique}}, "last": TOOLS["now"]}
+    validator = GrammarValidator(named_tokens(tokenizer))
+    calls, content = calls_grammar(form, tools, parallel=True), Grammar("json_schema", json.dumps(unique))
+    sentence = 'this grammar is not supported: {}keywords that cannot be followed: "uniqueItems"'
+    for grammar, owner in (
+        (calls, "the parameters of odd: "),
+        (free_grammar(form, tools, parallel=False), "the parameters of odd: "),
+        (either(form, calls, Grammar("json_object")), "the parameters of odd: "),
+        (either(form, calls_grammar(form, TOOLS, parallel=True), content), ""),
+    ):
+        with pytest.raises(InvalidRequest) as refusal:
+            validator.validate(grammar, "tools")
+        assert str(refusal.value) == sentence.format(owner)
+    validator.close()
+
+
 @pytest.mark.parametrize(
     "text",
     [

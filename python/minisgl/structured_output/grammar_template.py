@@ -18,6 +18,7 @@ from minisgl.parsers.reasoning import ReasoningFormat
 from minisgl.sampling_params import Grammar
 
 ANY_TEXT = "/(?s:.*)/"
+_OWNER = "// tool "
 
 DIRECTIVE = re.compile(
     r"""
@@ -47,6 +48,21 @@ def until_rule(name: str, text: str) -> str:
 def grammar_rule(name: str, grammar: Grammar) -> str:
     """Return the directive for a rule for the grammar's language."""
     return f"%grammar {name} {json.dumps([grammar.kind, grammar.text], ensure_ascii=False)}"
+
+
+def owner_line(tool: str) -> str:
+    """Return a comment for the rules below it, by which an error in them names the tool."""
+    return f"{_OWNER}{tool}"
+
+
+def owner_of(text: str, line: int) -> str:
+    """Return the tool that owns a line of a completed template, counted from 1; empty if none does.
+
+    A brace ends the rules of all tools.
+    """
+    above = reversed(text.split("\n")[:line])
+    nearest = next((one for one in above if one == "}" or one.startswith(_OWNER)), "")
+    return nearest.removeprefix(_OWNER) if nearest != "}" else ""
 
 
 def with_closed_schemas(grammar: Grammar) -> Grammar:

@@ -27,6 +27,7 @@ from minisgl.structured_output.grammar_template import (
     final_message,
     grammar_rule,
     marker,
+    owner_line,
     text_literal,
     until_rule,
 )
@@ -208,8 +209,10 @@ class _Definitions:
         return definitions if isinstance(definitions, dict) else {}
 
 
-def _whole_schema_rule(name: str, schema: Mapping[str, Any]) -> str:
-    return grammar_rule(name, Grammar("json_schema", msgspec.json.encode(schema).decode()))
+def _arguments(index: int, name: str, schema: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the rule for all arguments of a tool."""
+    yield owner_line(name)
+    yield grammar_rule(f"arguments_{index}", Grammar("json_schema", msgspec.json.encode(schema).decode()))
 
 
 def _objects(tools: Tools, key: str) -> Iterator[str]:
@@ -218,7 +221,7 @@ def _objects(tools: Tools, key: str) -> Iterator[str]:
     for index, (name, schema) in enumerate(tools.items()):
         head = f"{{{text_literal('name')}: {text_literal(name)}, {text_literal(key)}: "
         yield f"object_{index}: {text_literal(head)} arguments_{index} {text_literal('}')}"
-        yield _whole_schema_rule(f"arguments_{index}", schema)
+        yield from _arguments(index, name, schema)
 
 
 def _alternatives(name: str, tools: Tools) -> str:
@@ -258,13 +261,14 @@ def _headed(tools: Tools, head: Callable[[str], str]) -> Iterator[str]:
     yield f"call: {_alternatives('call', tools)}"
     for index, (name, schema) in enumerate(tools.items()):
         yield f"call_{index}: {head(name)} arguments_{index}"
-        yield _whole_schema_rule(f"arguments_{index}", schema)
+        yield from _arguments(index, name, schema)
 
 
 def _pythonic(tools: Tools, parallel: bool) -> Iterator[str]:
     yield f"call: {text_literal('[')} {_repeated('one', ', ', parallel)} {text_literal(']')}"
     yield f"one: {_alternatives('one', tools)}"
     for index, (name, schema) in enumerate(tools.items()):
+        yield owner_line(name)
         yield f"one_{index}: {text_literal(f'{name}(')} first_{index}_0 {text_literal(')')}"
         required = set(schema.get("required") or ())
         properties = schema.get("properties") or {}
@@ -293,6 +297,7 @@ def _qwen_coder(tools: Tools, _parallel: bool) -> Iterator[str]:
         properties = schema.get("properties") or {}
         definitions = _Definitions(schema)
         names = [f"parameter_{index}_{number}{'' if key in required else '?'}" for number, key in enumerate(properties)]
+        yield owner_line(name)
         head, end = text_literal(f"<function={name}>\n"), text_literal("</function>\n")
         yield f"function_{index}: {' '.join([head, *names, end])}"
         for number, (key, value) in enumerate(properties.items()):

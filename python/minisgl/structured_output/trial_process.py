@@ -30,6 +30,7 @@ from msgspec.json import decode, encode
 
 from minisgl.process.child import leave_signals_to_parent
 from minisgl.sampling_params import Grammar, InvalidRequest
+from minisgl.structured_output.grammar_template import owner_of
 from minisgl.structured_output.translate import (
     PARSER_LIMITS,
     STACK_BYTES,
@@ -42,6 +43,7 @@ from minisgl.structured_output.trials import CHUNK, GrammarCheck, Outcome, Trial
 WAIT_FACTOR = 5  # seconds of real time for each second of processor time, for a machine that is busy
 TRIALS = 4  # random continuations of a grammar
 TRIAL_BYTES = 16  # bytes of a continuation
+_IN_SCHEMA = re.compile(r"^at (\d+)\(\d+\): failed to compile JSON schema: ")  # line and column
 
 
 def main() -> None:
@@ -186,7 +188,7 @@ def _try(grammar: Grammar, vocabulary: LLTokenizer) -> str:
     text = to_llguidance(grammar)
     is_error, messages = LLMatcher.validate_grammar_with_warnings(text, vocabulary, limits=PARSER_LIMITS)
     if is_error:
-        return _in_short(messages[0])
+        return _in_short(messages[0], grammar.text)
     begin = LLMatcher(vocabulary, text, log_level=0, limits=PARSER_LIMITS)
     choice = random.Random(0)
     for _ in range(TRIALS):
@@ -226,8 +228,11 @@ def byte_vocabulary(special_tokens: Mapping[int, str]) -> LLTokenizer:
     return LLTokenizer(TokenizerWrapper(_Bytes(special_tokens)), slices=[])
 
 
-def _in_short(message: str) -> str:
-    """Return llguidance's message without the grammar's text and llguidance's own options."""
+def _in_short(message: str, text: str = "") -> str:
+    """Return llguidance's message without the grammar's text and llguidance's own options.
+
+    In `text`, the grammar, an error of a tool's rules is one of this tool.
+    """
     if "oneOf constraints are not supported" in message:
         return "oneOf is supported only where its options exclude each other for certain"
     lines = [line.strip() for line in message.strip().splitlines()]
@@ -235,7 +240,11 @@ def _in_short(message: str) -> str:
     said = reasons[0] if reasons else lines[0] if lines else ""
     if said.startswith("NoExtension"):
         return "it allows no text"
-    return re.sub(r"^Unimplemented keys: \[(.*)\]", r"keywords that cannot be followed: \1", said)
+    place = _IN_SCHEMA.match(said)
+    tool = "" if place is None else owner_of(text, int(place[1]))
+    said = _IN_SCHEMA.sub("", said)
+    said = re.sub(r"^Unimplemented keys: \[(.*)\]", r"keywords that cannot be followed: \1", said)
+    return f"the parameters of {tool}: {said}" if tool else said
 
 
 if __name__ == "__main__":
