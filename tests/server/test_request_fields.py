@@ -75,6 +75,8 @@ SCHEMA = {
 EBNF, LARK = 'root ::= "x" [0-9] "y"', 'start: "x" /[0-9]/ "y"'
 STRUCTURED: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}}, "schema"),
+    ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, "schema"),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "schema"),
     ({"guided_json": SCHEMA}, "schema"),
     ({"json_schema": json.dumps(SCHEMA)}, "schema"),
     ({"structured_outputs": {"json": SCHEMA}}, "schema"),

@@ -52,18 +52,27 @@ class ResponseFormat(Options):
         description="text: anything; json_object: any object; json_schema: as the schema says.",
         examples=["json_object"],
     )
-    json_schema: JsonSchemaFormat | None = Field(default=None, description="Required by the type json_schema.")
+    json_schema: JsonSchemaFormat | None = Field(
+        default=None, description="Required by the type json_schema, unless schema is given."
+    )
+    schema_: Schema | None = Field(
+        default=None,
+        alias="schema",
+        description="The schema without json_schema, as SGLang, llama.cpp and others take it.",
+        examples=[{"type": "object"}],
+    )
 
     def grammar(self) -> Grammar | None:
         match self.type:
             case "text":
                 return None
             case "json_object":
-                return Grammar("json_object")
+                return Grammar("json_object") if self.schema_ is None else schema_grammar(self.schema_)
             case "json_schema":
-                if self.json_schema is None:
+                schema = self.schema_ if self.json_schema is None else self.json_schema.schema_
+                if schema is None:
                     raise InvalidRequest("response_format.json_schema", "response_format.json_schema is required")
-                return schema_grammar(self.json_schema.schema_)
+                return schema_grammar(schema)
 
 
 class StructuredOutputs(Options):
