@@ -130,7 +130,7 @@ def test_every_family_policy_and_number_of_ranks(
 ) -> None:
     row = dict(row)
     if row["batch_policy"] == "mixed, in turns":  # a CPU takes none: its decodes cost as much on their own
-        monkeypatch.setattr("minisgl.engine.engine.estimate", lambda *_: ALWAYS_IN_TURNS)
+        monkeypatch.setattr("minisgl.engine.engine.estimate_cost", lambda *_: ALWAYS_IN_TURNS)
         row["batch_policy"] = "mixed"
     kind, tight, tp = row.pop("kind"), row.pop("tight"), row.pop("tp")
     case = cases.get(kind, 8, 32)
