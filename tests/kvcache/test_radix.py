@@ -109,20 +109,39 @@ def test_strided_tokens_match() -> None:
     assert cache.match(ids(1, 0, 2, 0, 3, 0, 4, 0)[::2]).pages.tolist() == [10, 11]
 
 
-def test_a_deep_tree_needs_no_recursion() -> None:
-    """Matches of ever shorter prefixes cut a run into 3000 nodes, one below the other."""
+def deep_tree() -> RadixCache:
+    """Return a tree of 3000 nodes, one below the other, to which matches of ever shorter prefixes have cut a run."""
     cache = RadixCache(page_size=1)
     cache.insert(span(0, 3000), span(0, 3000))
     for length in range(2999, 0, -1):
         assert cache.match(span(0, length)).cached_len == length
-    handle = cache.match(span(0, 3000))
-    assert handle.pages.tolist() == list(range(3000))
-    cache.lock(handle)
-    assert cache.locked_pages == 3000
-    cache.unlock(handle)
+    return cache
+
+
+def test_a_deep_tree_needs_no_recursion() -> None:
+    cache = deep_tree()
+    assert cache.match(span(0, 3000)).pages.tolist() == list(range(3000))
     cache.check()
     assert cache.evict(2999).tolist() == list(range(2999, 0, -1))  # node by node
     cache.check()
+
+
+def test_nodes_are_joined_when_no_branch_and_no_lock_parts_them() -> None:
+    cache = deep_tree()
+    whole, part = cache.match(span(0, 3000)), cache.match(span(0, 1000))
+    branch = cache.insert(np.append(span(0, 2000), 9), span(3000, 5001)).handle
+    for handle in (whole, part, branch):
+        cache.lock(handle)
+    assert cache.locked_pages == 3001
+    for handle, runs in (
+        (whole, [1000, 1000, 1000, 1]),
+        (part, [1000, 1000, 1000, 1]),
+        (branch, [2000, 1000, 1]),
+    ):
+        cache.unlock(handle)
+        cache.check()
+        assert [node.pages for node in cache.tree(10_000)] == runs
+    assert cache.match(span(0, 3000)).pages.tolist() == list(range(3000))
 
 
 # ---- locking ----

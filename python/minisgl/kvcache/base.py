@@ -4,7 +4,7 @@ A cache maps token prefixes to the pages that hold their keys and values, in who
 `evict`, `forget` and `reset` return them. A request uses it like this:
 
     handle = cache.match(prompt[:-1])           # at least one token is left to compute
-    cache.lock(handle)                          # at once: any eviction may make an unlocked handle stale
+    cache.lock(handle)                          # at once: any eviction or unlock may make an unlocked handle stale
     ...                                         # allocate the other pages, prefill
     result = cache.insert(tokens, pages)        # all computed tokens; others may share them from here on
     cache.lock(result.handle)

@@ -37,7 +37,7 @@ from minisgl.kvcache.base import (
 )
 
 _TOKEN_BYTES = 4
-_GONE = -1  # the `end` of an evicted node
+_GONE = -1  # the `end` of a node that was evicted or joined into another
 _LOOKED_AT = 256  # newest children of a node among which `tree` finds the largest
 
 
@@ -45,11 +45,11 @@ _LOOKED_AT = 256  # newest children of a node among which `tree` finds the large
 class _Node:
     """Prefix that the path from the root to this node has; the node holds the last run of its pages.
 
-    `end` changes only when the tail is evicted, because in a split the old node becomes the lower part. So a locked
-    handle stays valid, and a handle with another length is stale.
+    `end` changes only when the tail is evicted, because in a split the old node becomes the lower part, and nodes are
+    joined into the lowest. So a locked handle stays valid, and a handle with another length is stale.
     """
 
-    parent: _Node | None  # None: the root, or evicted
+    parent: _Node | None  # None: the root, or gone
     key: bytes  # key in the parent's `children`: tokens of its first page; below the root, the salt before them
     tokens: bytes  # tokens of the run, as bytes
     pages: Int32Array  # pages of the run
@@ -180,7 +180,7 @@ class RadixCache:
     def lock(self, handle: CacheHandle) -> None:
         node: _Node = handle.node
         if node.end != handle.cached_len:
-            raise ValueError(f"this handle of {handle.cached_len} tokens is stale: pages of it were evicted")
+            raise ValueError(f"this handle of {handle.cached_len} tokens is stale: it was not locked in time")
         handle.locks += 1
         while node.parent is not None:
             if node.locks == 0:
@@ -199,6 +199,29 @@ class RadixCache:
                 self._locked -= len(node.pages)
                 self._queue[node] = None
             node = node.parent
+        self._join(handle.node)
+
+    def _join(self, node: _Node) -> None:
+        """Join each only child on a path just used with the nodes above it, if no locked prefix ends there.
+
+        Splits stay when the branches for which they were made are evicted. Without this, a long prefix from which many
+        prompts have parted would be a chain of up to one node a page, and each match would walk it. The nodes are
+        neighbours in the queue, if they are in it, so the order of eviction stays as it is.
+        """
+        while node.parent is not None:
+            run, above = [node], node.parent
+            while above.parent is not None and len(above.children) == 1 and above.locks == node.locks:
+                run.append(above)
+                above = above.parent
+            if len(run) > 1:
+                node.key, node.parent = run[-1].key, above
+                above.children[node.key] = node
+                node.tokens = b"".join(part.tokens for part in reversed(run))
+                node.pages = np.concatenate([part.pages for part in reversed(run)])
+                for part in run[1:]:
+                    part.parent, part.end = None, _GONE
+                    self._queue.pop(part, None)
+            node = above
 
     def locked_len(self, handle: CacheHandle) -> int:
         node: _Node = handle.node
