@@ -272,7 +272,7 @@ class Scheduler:
             decodes = running[table.remaining(running) == 1]
             missing = self._pages.missing(decodes, table.cached_len[decodes] + 1)
             # These include prompts with one token left, whose page is promised already.
-            promised = sum(table.request(slot).reserved_pages for slot in decodes[missing > 0].tolist())
+            promised = sum(table.request(slot).reserved_pages > 0 for slot in decodes[missing > 0].tolist())
             if int(missing.sum()) - promised <= self._pages.unpromised:
                 return True
             if self._completed_step < self._next_step - 1:
