@@ -14,7 +14,7 @@ from minisgl.core import Batch
 from minisgl.message.types import TextOptions
 from minisgl.sampling_params import Grammar, SamplingParams
 from minisgl.scheduler.requests.request import Request, RequestState
-from minisgl.scheduler.requests.waiting_queue import MAX_PASSED, PATIENCE, WaitingQueue
+from minisgl.scheduler.requests.waiting_queue import LOOKED_AT, MAX_PASSED, PATIENCE, WaitingQueue
 from scheduler.simulation import ALWAYS_IN_TURNS, World, expected_answer, random_prompt
 
 WORLDS: list[dict[str, object]] = [
@@ -292,11 +292,42 @@ def test_the_longer_prefix_of_two_goes_first() -> None:
 def test_equal_prompts_that_come_at_once_are_prefilled_once() -> None:
     world = World(page_size=4, num_pages=400, num_slots=8, chunk=16)
     for seq_id in range(8):
-        world.add(seq_id, list(range(49)), max_tokens=1, ignore_eos=True)
-    world.add(8, [49] * 5, max_tokens=1, ignore_eos=True)
+        world.add(seq_id, list(range(60)), max_tokens=1, ignore_eos=True)
+    world.add(8, [49] * 4, max_tokens=1, ignore_eos=True)
     world.run()
-    assert world.device.computed == 49 + 7 * 1 + 5
+    assert world.device.computed == 60 + 7 * 4 + 4
     assert world.entered.index(8) == 1  # who shares nothing does not wait
+
+
+LAYERS: list[dict[str, object]] = [{}, {"snapshots": 20}, {"window": 9}]
+
+
+@pytest.mark.parametrize("layers", LAYERS, ids=str)
+def test_a_request_waits_for_the_tokens_that_it_shares_and_not_for_a_whole_prompt(layers: dict[str, object]) -> None:
+    world = World(page_size=4, num_pages=400, chunk=8, batch_policy="mixed", **layers)  # type: ignore[arg-type]
+    prompt = list(range(90))
+    world.add(0, prompt, max_tokens=1, ignore_eos=True)
+    for seq_id, shared in enumerate((4, 24), start=1):
+        world.add(seq_id, [*prompt[:shared], 99, 98], max_tokens=1, ignore_eos=True)
+    world.run()
+    assert list(world.ends) == [1, 2, 0]
+    assert world.cached == {0: 0, 1: 4, 2: 24}
+
+
+@pytest.mark.parametrize("layers", LAYERS, ids=str)
+def test_requests_that_wait_for_a_prefix_hold_up_no_other(layers: dict[str, object]) -> None:
+    """However many they are."""
+    world = World(page_size=4, num_pages=400, chunk=8, batch_policy="mixed", **layers)  # type: ignore[arg-type]
+    prompt = list(range(90))
+    world.add(0, prompt, max_tokens=1, ignore_eos=True)
+    for seq_id in range(1, 3 * LOOKED_AT):
+        world.add(seq_id, [*prompt, seq_id], max_tokens=1, ignore_eos=True)
+    world.add(999, [99, 98], max_tokens=1, ignore_eos=True)
+    for _ in range(5):
+        world.step()
+    assert world.entered == [0, 999]
+    world.run()
+    assert all(cached == 88 for seq_id, cached in world.cached.items() if seq_id not in (0, 999))
 
 
 def test_without_a_cache_no_request_waits_for_a_prefix() -> None:
@@ -323,9 +354,9 @@ def test_waiting_for_prefixes_starves_no_request() -> None:
     world = World(page_size=1, num_pages=400, chunk=42)
     text = list(range(48))
     for seq_id in range(40):
-        # Each computes all of its prompt, of which the last tokens are left for the next step.
+        # Each computes all of its prompt, but only one token in its first step, and has one token more of the text.
         shared = 1 + seq_id
-        prompt = text[:shared] + [49] * ((44 if seq_id == 0 else 42) - shared)
+        prompt = text[:shared] + [49] * ((41 if seq_id == 0 else 42) - shared)
         world.add(seq_id, prompt, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
         if seq_id == 0:
             world.add(99, text, max_tokens=1, ignore_eos=True)

@@ -22,7 +22,7 @@ from minisgl.message.to_detokenizer import StepOutput
 from minisgl.message.types import TextOptions
 from minisgl.sampling_params import SamplingParams
 from minisgl.scheduler.requests.lifecycle import RequestLifecycle
-from minisgl.scheduler.requests.request import Request
+from minisgl.scheduler.requests.request import Awaited, Request, RequestState
 from minisgl.scheduler.requests.request_pages import RequestPages
 from minisgl.scheduler.requests.state_snapshots import StateSnapshots
 from minisgl.scheduler.requests.table import SlotTable
@@ -212,16 +212,18 @@ class Scheduler:
         prompts = self._requests.running_slots[table.remaining(self._requests.running_slots) > 1].tolist()
         highest = max((table.request(slot).priority for slot in prompts), default=-math.inf)
         for request in self._requests.waiting.candidates(
-            lambda request: not _is_compiling(request), lambda request: self._pages.match(request).cached_len
+            lambda request: not _is_compiling(request) and not self._still_waits(request),
+            lambda request: self._pages.match(request).cached_len,
         ):
             if not table.num_free or len(self._requests.running) >= self._limits.running or chunks.is_full:
                 break
             if chunks.is_crowded and request.priority < highest:
                 break
             prefix = self._pages.match(request)
-            waits = request.prompt_scored and not self._requests.waiting.is_overdue(request)
-            if waits and self._is_being_prefilled(request, prefix.cached_len):
-                continue
+            if request.prompt_scored and not self._requests.waiting.is_overdue(request):
+                request.awaited = self._coming(request, prefix.cached_len)
+                if request.awaited is not None:
+                    continue
             highest = max(highest, request.priority)
             remaining = min(len(request.token_ids), request.max_len - 1) - prefix.cached_len  # as `SlotTable.remaining`
             if not chunks.accepts(prefix.cached_len, remaining):
@@ -234,11 +236,20 @@ class Scheduler:
                 chunks.add(prefix.cached_len, remaining)
         return new_rows
 
-    def _is_being_prefilled(self, request: Request, cached_len: int) -> bool:
-        """Return True if a running prefill will soon put more of the request's tokens into the cache."""
+    def _coming(self, request: Request, cached_len: int) -> Awaited | None:
+        """Return more of the request's tokens than are cached, if a running prefill will soon put them there."""
         if self._snapshots is not None:
-            return self._snapshots.is_coming(request, cached_len, self._requests.running_slots)
-        return self._pages.is_being_prefilled(request, cached_len, self._requests.running_slots)
+            return self._snapshots.coming(request, cached_len, self._requests.running_slots)
+        return self._pages.coming(request, cached_len, self._requests.running_slots)
+
+    def _still_waits(self, request: Request) -> bool:
+        """Return True if a running prefill has not come as far as the prefix for which the request waits."""
+        if request.awaited is None or self._requests.waiting.is_overdue(request):
+            return False
+        other = self._requests.find(request.awaited.seq_id)
+        if other is None or other.state is not RequestState.RUNNING:
+            return False
+        return bool(self._table.cached_len[other.slot] < request.awaited.length)
 
     def _enter(self, request: Request, prefix: CacheHandle) -> NewRow:
         window_pages = self._requests.enter(request, prefix)

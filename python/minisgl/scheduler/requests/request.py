@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from minisgl.core import AnyArray, Int32Array, Logprobs
 from minisgl.kvcache.base import CacheHandle
@@ -39,6 +39,13 @@ STATE_NAMES: dict[RequestState, Literal["waiting", "running", "retracted"]] = {
 }
 
 
+class Awaited(NamedTuple):
+    """Prefix that a running prefill will put into the cache, which a waiting request will use."""
+
+    seq_id: int  # of the running request
+    length: int  # tokens
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One sequence. While it has a slot, its lengths and tokens live in the SlotTable's row."""
@@ -55,6 +62,7 @@ class Request:
     salt: bytes = b""  # prefixes are shared only between requests with the same salt
     request_id: str = ""  # id of the HTTP request, for logs
     passed_over: int = 0  # number of younger requests of its priority that were admitted before it
+    awaited: Awaited | None = None  # what it waited for when it was last tried for admission
     state: RequestState = RequestState.WAITING
     slot: int = -1
     prefix: CacheHandle | None = None  # locked prefix in the cache

@@ -12,8 +12,8 @@ from minisgl.core import CacheNode, IndexArray, Int32Array, pages_for
 from minisgl.kvcache.base import CacheHandle
 from minisgl.kvcache.page_trust import PageTrust
 from minisgl.kvcache.pools import CachePools
-from minisgl.scheduler.requests.request import Request
-from minisgl.scheduler.requests.table import SlotTable
+from minisgl.scheduler.requests.request import Awaited, Request
+from minisgl.scheduler.requests.table import SlotTable, common_length
 from minisgl.scheduler.requests.window_rows import WindowRows
 
 WATERMARK = 0.02  # share of all pages that must stay free at an admission, besides one page for each running request
@@ -78,23 +78,22 @@ class RequestPages:
             return found
         return self._cache.match(request.token_ids[: usable * self._page_size], request.salt)
 
-    def is_being_prefilled(self, request: Request, cached_len: int, running: IndexArray) -> bool:
-        """Return True if a running request's prefill will put more of this one's tokens into the cache than it has."""
+    def coming(self, request: Request, cached_len: int, running: IndexArray) -> Awaited | None:
+        """Return the prefix of a request that a running prefill will put into the cache; None if it is no longer."""
         if not self._cache.keeps_prefixes:
-            return False
+            return None
         table, tokens = self._table, request.token_ids
         for slot in running[table.cached_len[running] < table.entry_len[running]].tolist():
-            length = min(int(table.entry_len[slot]), len(tokens) - 1) // self._page_size * self._page_size
-            if length <= cached_len or table.request(slot).salt != request.salt:
+            known = table.tokens[slot, : min(int(table.entry_len[slot]), len(tokens) - 1)]
+            # Most prompts differ in the first page that is not cached, and many share a long cached prefix.
+            first, end = max(cached_len, int(table.cached_len[slot])), cached_len + self._page_size
+            if end > len(known) or table.request(slot).salt != request.salt:
                 continue
-            # It is enough to compare the first page that is not cached. Many prompts may share a long cached prefix, so
-            # that is compared last.
-            row, end = table.tokens[slot], cached_len + self._page_size
-            if np.array_equal(row[cached_len:end], tokens[cached_len:end]) and np.array_equal(
-                row[:cached_len], tokens[:cached_len]
-            ):
-                return True
-        return False
+            if np.array_equal(known[cached_len:end], tokens[cached_len:end]):
+                length = common_length(known, tokens) // self._page_size * self._page_size
+                if length > first:
+                    return Awaited(table.request(slot).seq_id, length)
+        return None
 
     def reserve(self, request: Request, prefix: CacheHandle, num_running: int) -> bool:
         """Lock the prefix and promise pages for the other known tokens; False if too few pages would stay free.
@@ -153,13 +152,15 @@ class RequestPages:
         return entries if self._windows is None else self._windows.extend(entries)
 
     def planned(self, slots: IndexArray, new_len: Int32Array) -> None:
-        """Share the prompts that a planned step completes; give back the windowed pages behind the rows' windows.
+        """Share the chunks of a planned step; give back the windowed pages behind the rows' windows.
 
-        With a windowed group every chunk is shared at once: its pages will soon be behind the window, and the cache can
-        keep them as long as there is room.
+        So a request with the same beginning waits for that alone and not for a whole long prompt, and windowed pages
+        can stay in the cache when they are behind the window. Without a window, prompts whose prefixes can be used only
+        up to a snapshot are shared at their ends, and where snapshots are saved.
         """
         entry_len = self._table.entry_len[slots]
-        shared = new_len == entry_len if self._windows is None else new_len <= entry_len
+        at_ends = self._snapshots is not None and self._windows is None
+        shared = new_len == entry_len if at_ends else new_len <= entry_len
         for slot, length in zip(slots[shared].tolist(), new_len[shared].tolist(), strict=True):
             self.share_prefix(self._table.request(slot), length)
         if self._windows is not None:

@@ -24,9 +24,9 @@ import numpy as np
 from minisgl.core import Batch, IndexArray, Int32Array, pages_for
 from minisgl.kvcache.base import CacheHandle
 from minisgl.kvcache.snapshots import SnapshotStore
-from minisgl.scheduler.requests.request import Request
+from minisgl.scheduler.requests.request import Awaited, Request
 from minisgl.scheduler.requests.request_pages import RequestPages
-from minisgl.scheduler.requests.table import SlotTable
+from minisgl.scheduler.requests.table import SlotTable, common_length
 
 SPACING = 8  # distances; K and V of so many tokens take somewhat more memory than a snapshot
 _NOWHERE = -1
@@ -78,8 +78,8 @@ class StateSnapshots:
         row.branches.append(self._pages.cached_len(request))
         self._plan(slot, prefix.cached_len)
 
-    def is_coming(self, request: Request, cached_len: int, running: IndexArray) -> bool:
-        """Return True if a running request will soon save a snapshot of more of this one's tokens than the cache has.
+    def coming(self, request: Request, cached_len: int, running: IndexArray) -> Awaited | None:
+        """Return the prefix of a request, longer than that in the cache, of which a running one will save a snapshot.
 
         If the two share a prefix that is still to be computed, this requests a snapshot at its end.
         """
@@ -91,24 +91,26 @@ class StateSnapshots:
                 continue
             if not np.array_equal(known[:least], tokens[:least]):  # cheap test: most prompts diverge early
                 continue
-            common = _common_length(known, tokens) // self._page_size * self._page_size
-            if self._will_save(slot, least, common):
-                return True
-        return False
+            common = common_length(known, tokens) // self._page_size * self._page_size
+            position = self._next_snapshot(slot, least, common)
+            if position is not None:
+                return Awaited(table.request(slot).seq_id, position)
+        return None
 
-    def _will_save(self, slot: int, least: int, most: int) -> bool:
-        """Return True if the slot's request will save a snapshot between `least` and `most`, near the latter."""
+    def _next_snapshot(self, slot: int, least: int, most: int) -> int | None:
+        """Return where the slot's request will save a snapshot between `least` and `most`, near the latter."""
         row, computed = self._rows[slot], int(self._table.cached_len[slot])
         if least <= self._due.get(slot, _NOWHERE) <= most:
-            return True
+            return self._due[slot]
         planned = [point for point in (*row.branches, self._prompt_end(slot)) if point > computed]
-        if any(max(least, most - self._distance) < point <= most for point in planned):
-            return True
+        near = [point for point in planned if max(least, most - self._distance) < point <= most]
+        if near:
+            return min(near)
         if most <= computed + 1 or most < row.last + self._distance:  # already computed, or too near to the last one
-            return False
+            return None
         row.branches.append(most)
         self._plan(slot, computed)
-        return True
+        return most
 
     # --- steps are planned --------------------------------------------------------------------------------------
 
@@ -182,9 +184,3 @@ class StateSnapshots:
 
 def _next_multiple(least: int, step: int) -> int:
     return -(-least // step) * step
-
-
-def _common_length(ours: Int32Array, theirs: Int32Array) -> int:
-    length = min(len(ours), len(theirs))
-    parted = np.flatnonzero(ours[:length] != theirs[:length])
-    return int(parted[0]) if len(parted) else length

@@ -26,6 +26,13 @@ from minisgl.scheduler.requests.request import Request
 NEVER = np.iinfo(np.int32).max  # position that no request reaches
 
 
+def common_length(ours: Int32Array, theirs: Int32Array) -> int:
+    """Return the number of tokens at the beginning of both."""
+    length = min(len(ours), len(theirs))
+    parted = np.flatnonzero(ours[:length] != theirs[:length])
+    return int(parted[0]) if len(parted) else length
+
+
 class SlotTable:
     """Rows for `num_slots` running requests of up to `max_seq_len` tokens."""
 

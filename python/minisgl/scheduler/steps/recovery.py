@@ -69,9 +69,9 @@ class StepRecovery:
     def _retract_unwritten(self, requests: Sequence[Request], last_step: int) -> None:
         """Retract requests, and remove their cached pages whose K and V were never written.
 
-        A prompt's pages are in the cache from the plan of its last chunk on. A retraction puts even unwritten ones
-        there, so they are removed afterwards. Requests that shared them entered in one of the undone steps, so they are
-        retracted too. No step is in flight: `last_step` is the last that was planned.
+        A chunk's pages are in the cache from its plan on. A retraction puts even unwritten ones there, so they are
+        removed afterwards. Requests that shared them entered in one of the undone steps, so they are retracted too. No
+        step is in flight: `last_step` is the last that was planned.
         """
         table = self._table
         unwritten: list[tuple[Request, int]] = []
