@@ -109,6 +109,20 @@ def test_transformers_writes_heads_by_layer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "same",
+    [{"global_head_dim": 256}, {"num_global_key_value_heads": 16}, {"global_head_dim": 256, "attention_k_eq_v": False}],
+)
+def test_transformers_leaves_out_sizes_that_all_layers_share(same: dict[str, Any], tmp_path: Path) -> None:
+    import transformers
+
+    text = TEXT | same
+    transformers.Gemma4TextConfig.from_dict(text).save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw |= {"architectures": ["Gemma4ForCausalLM"], "dtype": "bfloat16"}
+    assert parse_config(raw).layers == parse_config({**GEMMA_4, "text_config": text}).layers
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"num_kv_shared_layers": 7}, "num_kv_shared_layers 7 leaves no layer of each type"),

@@ -71,7 +71,7 @@ def read_gemma4(architecture: str, reader: ConfigReader) -> ModelConfig:
     windowed[-1] = False  # transformers ignores the file here
     window = reader.count("sliding_window")
     sliding, full = _read_attentions(reader, window if window < context_len else None)
-    _check_sizes(reader, full, windowed)
+    _check_sizes(reader, sliding, full, windowed)
     mlp = MLPConfig(reader.count("intermediate_size"), activation="gelu_tanh")
     parts = Gemma4Parts(experts=_read_experts(reader) if reader.flag("enable_moe_block") else None)
     sources = _kv_sources(reader, windowed)
@@ -112,15 +112,16 @@ def _read_attentions(reader: ConfigReader, window: int | None) -> tuple[Attentio
         out_bias=has_bias,
         v_norm=True,
     )
-    k_is_v, saved = reader.flag("attention_k_eq_v"), _saved_sizes(reader)
-    num_kv_heads = saved.count("num_key_value_heads", reader.count("num_global_key_value_heads", sliding.num_kv_heads))
+    k_is_v, head_dim, num_kv_heads = reader.flag("attention_k_eq_v"), sliding.head_dim, sliding.num_kv_heads
+    if (saved := _saved_sizes(reader)) is not None:
+        head_dim = saved.count("head_dim", head_dim)
+        num_kv_heads = saved.count("num_key_value_heads", num_kv_heads)
+    else:
+        head_dim = reader.count("global_head_dim")
+        if k_is_v:
+            num_kv_heads = reader.count("num_global_key_value_heads", num_kv_heads)
     full = dataclasses.replace(
-        sliding,
-        rope=full_rope,
-        window=None,
-        head_dim=saved.count("head_dim", reader.count("global_head_dim")),
-        num_kv_heads=num_kv_heads if k_is_v else sliding.num_kv_heads,
-        k_is_v=k_is_v,
+        sliding, rope=full_rope, window=None, head_dim=head_dim, num_kv_heads=num_kv_heads, k_is_v=k_is_v
     )
     if full.head_dim % 2 or full.num_heads % full.num_kv_heads:
         raise UnsupportedModel(
@@ -170,20 +171,35 @@ def _read_experts(reader: ConfigReader) -> MoEConfig:
     return MoEConfig(num_experts, size, Routing(chosen, renormalize=True), activation="gelu_tanh")
 
 
-def _saved_sizes(reader: ConfigReader) -> ConfigReader:
-    """Return the sizes of layers without a window as transformers saves them, named layer by layer."""
-    layers = reader.get("per_layer_config") or {}
+def _saved_sizes(reader: ConfigReader) -> ConfigReader | None:
+    """Return the sizes of layers without a window as transformers saves them, layer by layer, or None.
+
+    Sizes that all layers share are not repeated there.
+    """
+    layers = reader.get("per_layer_config")
+    if layers is None:
+        return None
     first: Any = next(iter(layers.values()), {}) if isinstance(layers, dict) else {}
     return ConfigReader(first if isinstance(first, dict) else {})
 
 
-def _check_sizes(reader: ConfigReader, full: AttentionConfig, windowed: list[bool]) -> None:
+def _check_sizes(reader: ConfigReader, sliding: AttentionConfig, full: AttentionConfig, windowed: list[bool]) -> None:
     """Refuse a per_layer_config with other contents than these sizes. Its keys are layers, such as "5" or "05"."""
     written = reader.get("per_layer_config")
     if written is None:
         return
-    sizes = {"head_dim": full.head_dim} | ({"num_key_value_heads": full.num_kv_heads} if full.k_is_v else {})
-    ours = {layer: sizes for layer, slides in enumerate(windowed) if not slides}
-    known = isinstance(written, dict) and all(layer.isdecimal() for layer in written)
-    if not known or {int(layer): sizes for layer, sizes in written.items()} != ours:
+    common, own = _sizes(sliding), _sizes(full)
+    wanted = {layer: common if slides else own for layer, slides in enumerate(windowed)}
+    known = isinstance(written, dict) and all(
+        layer.isdecimal() and isinstance(sizes, dict) for layer, sizes in written.items()
+    )
+    if (
+        not known
+        or dict.fromkeys(wanted, common) | {int(key): common | sizes for key, sizes in written.items()} != wanted
+    ):
+        ours = {layer: own for layer, slides in enumerate(windowed) if not slides}
         raise UnsupportedModel(f"per_layer_config {brief(written)} is not supported; known is {brief(ours)}")
+
+
+def _sizes(attention: AttentionConfig) -> dict[str, int]:
+    return {"head_dim": attention.head_dim, "num_key_value_heads": attention.num_kv_heads}
