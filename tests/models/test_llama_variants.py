@@ -282,6 +282,13 @@ def test_ministral_3_scales_queries_beyond_the_original_context() -> None:
     assert config.max_position_embeddings == 262144
     text = {key: value for key, value in MINISTRAL_3_8B["text_config"].items() if key != "rope_parameters"}
     assert parse_config({**MINISTRAL_3_8B, "text_config": text}) == config
+    rope = {**MINISTRAL_3_8B["text_config"]["rope_parameters"]}
+    outside = {
+        **text,
+        "rope_parameters": rope,
+        "original_max_position_embeddings": rope.pop("original_max_position_embeddings"),
+    }
+    assert parse_config({**MINISTRAL_3_8B, "text_config": outside}) == config
     plain = {**MINISTRAL_3_8B["text_config"], "model_type": "mistral"}
     with pytest.raises(UnsupportedModel, match=r"llama_4_scaling_beta 0\.1 is not supported"):
         parse_config({**MINISTRAL_3_8B, "text_config": plain})
@@ -304,6 +311,23 @@ def test_ministral_3_scales_queries_beyond_the_original_context() -> None:
 def test_refused_by_name(raw: dict[str, Any], change: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModel, match=message):
         parse_config({**raw, **change})
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-tied"])
+@pytest.mark.parametrize("inner", [True, False])
+def test_a_multimodal_config_that_both_ties_the_head_and_does_not(
+    saved: Callable[[str], tuple[Any, Path]], tmp_path: Path, kind: str, inner: bool
+) -> None:
+    """transformers 5 adds the default of the object that said nothing; the checkpoint knows."""
+    _, folder = saved(kind)
+    text = json.loads((folder / "config.json").read_text())
+    text |= {"model_type": "mistral", "sliding_window": None, "tie_word_embeddings": inner}
+    outer = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text, "dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps({**outer, "tie_word_embeddings": not inner}))
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    config = load_model_config(tmp_path)
+    model = load_model(config, tmp_path, tp=SingleRank(), dtype=torch.float32, device=torch.device("cpu"))
+    assert model.config.tie_word_embeddings == (kind == "llama-tied")
 
 
 def test_the_text_of_a_mistral_3_with_a_vision_tower(

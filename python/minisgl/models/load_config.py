@@ -110,6 +110,8 @@ def parse_config(
 ) -> ModelConfig:
     """Read the two files' contents and the tokenizer's eos_token, with the keys of transformers 4 or 5."""
     config = _read_architecture(raw, implementation)
+    if config.transformers is None and _disagrees_on_tying(raw):
+        config = dataclasses.replace(config, tie_word_embeddings=None)
     eos = _eos_token_ids(raw, generation or {}, eos_of_tokenizer)
     # Ids beyond the vocabulary, which some tokenizers have, are never generated; -1 means that there is none.
     known = dict.fromkeys(token for token in eos if 0 <= token < config.vocab_size)
@@ -139,6 +141,16 @@ def _read_architecture(raw: Mapping[str, Any], implementation: ModelImplementati
         raise UnsupportedModel(
             f"architecture {architecture} is not supported, nor by transformers' modules: {error}; known are {known}"
         ) from error
+
+
+def _disagrees_on_tying(raw: Mapping[str, Any]) -> bool:
+    """Return True if only one of a multimodal config's two objects ties the head to the embedding.
+
+    The other may have said nothing until transformers 5 saved it with a default.
+    """
+    inner = raw.get("text_config")
+    said = [one.get("tie_word_embeddings") for one in (raw, inner) if isinstance(one, Mapping)]
+    return True in said and False in said
 
 
 def _eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any], eos_of_tokenizer: int | None) -> list[int]:

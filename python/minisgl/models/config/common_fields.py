@@ -122,7 +122,7 @@ def read_rope(reader: ConfigReader, *, partial: bool = False, query_scaling: boo
         factor = inner.number("partial_rotary_factor", reader.number("partial_rotary_factor", 1.0))
         parameters = {**parameters, "partial_rotary_factor": None}
     if query_scaling and inner.get("llama_4_scaling_beta") is not None:
-        scaling = QueryScaling(inner.number("llama_4_scaling_beta"), inner.count("original_max_position_embeddings"))
+        scaling = QueryScaling(inner.number("llama_4_scaling_beta"), _original_length(reader, inner))
         parameters = {**parameters, "llama_4_scaling_beta": None}
     return dataclasses.replace(parse_rope(reader, parameters), partial_factor=factor, query_scaling=scaling)
 
@@ -158,8 +158,7 @@ def parse_rope(reader: ConfigReader, parameters: Mapping[str, Any]) -> RopeConfi
     if rope.get("llama_4_scaling_beta") is not None:
         raise UnsupportedModel(f"llama_4_scaling_beta {brief(rope.get('llama_4_scaling_beta'))} is not supported")
     theta = rope.number("rope_theta", reader.number("rope_theta", 10000.0))
-    original = rope.count("original_max_position_embeddings", max_positions)
-    original = reader.count("original_max_position_embeddings", original)
+    original = _original_length(reader, rope)
     match kind:
         case "default":
             return RopeConfig(theta)
@@ -182,6 +181,12 @@ def parse_rope(reader: ConfigReader, parameters: Mapping[str, Any]) -> RopeConfi
     raise UnsupportedModel(
         f"rope type {brief(kind)} is not supported; known are default, linear, llama3, yarn, proportional, dynamic"
     )
+
+
+def _original_length(reader: ConfigReader, rope: ConfigReader) -> int:
+    """Return the context length before it was extended; a value outside of the rope's object has priority."""
+    named = rope.count("original_max_position_embeddings", reader.count("max_position_embeddings"))
+    return reader.count("original_max_position_embeddings", named)
 
 
 def read_context_len(reader: ConfigReader, rope: RopeConfig) -> int:

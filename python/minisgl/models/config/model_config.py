@@ -74,7 +74,7 @@ class ModelConfig:
     layers: tuple[LayerConfig, ...]
     norm: NormConfig
     max_position_embeddings: int  # the context length: with YaRN, config.json may have less
-    tie_word_embeddings: bool
+    tie_word_embeddings: bool | None  # None: tied if the checkpoint has no head
     dtype: DTypeName
     initializer_range: float
     eos_token_ids: tuple[int, ...] = ()

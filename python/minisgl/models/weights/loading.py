@@ -10,7 +10,7 @@ import logging
 import zlib
 from collections import defaultdict
 from collections.abc import Container, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -212,11 +212,13 @@ def load_model(
         return load_generic(config, folder, tp=tp, dtype=dtype, device=device, dummy=dummy)
     method = None if quantization == "auto" or stored is not None else quantization
     forms = WeightForms(device, tp, options.keeps, options.keeps_experts, method, options.fp8_activations)
+    checkpoint = None if dummy else Checkpoint(folder, config.checkpoint, described)
+    if checkpoint is not None and config.tie_word_embeddings is None:
+        config = replace(config, tie_word_embeddings="lm_head.weight" not in checkpoint.shapes)
     model = build_model(config, tp=tp, dtype=dtype, device=device)
-    if dummy:
+    if checkpoint is None:
         fill_random(model, config.initializer_range, forms, seed=options.seed, quantization=stored)
     else:
-        checkpoint = Checkpoint(folder, config.checkpoint, described)
         if checkpoint.has_kv_scales:
             _use_kv_scales(checkpoint, config, fp8_kv=options.fp8_kv)
         load_weights(model, checkpoint, folder, forms, progress=progress)
