@@ -26,7 +26,7 @@ from minisgl.layers.layer_config import (
     YarnScaling,
 )
 from minisgl.models.config.model_config import ModelConfig, UnsupportedModel
-from minisgl.models.load_config import load_model_config, parse_config
+from minisgl.models.load_config import FAMILIES, load_model_config, parse_config
 
 LLAMA_3_2_1B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -307,6 +307,26 @@ def test_llama_3_2() -> None:
     )
 
 
+SIZES = {
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size"), 256),
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_experts_per_tok"), 8),
+    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), 100_000),
+}
+EXPERTS = {"Qwen3MoeForCausalLM": {"num_experts": 16}, "GptOssForCausalLM": {"num_local_experts": 16}}
+
+
+@pytest.mark.parametrize("architecture", [name for name in FAMILIES if name.endswith("ForCausalLM")])
+def test_defaults_are_those_of_transformers(architecture: str, tmp_path: Path) -> None:
+    import transformers
+
+    family = architecture.removesuffix("ForCausalLM")
+    kind = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+    raw = {"architectures": [architecture], **SIZES, **EXPERTS.get(architecture, {})}
+    kind.from_dict(dict(raw)).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert parse_config({**written, "eos_token_id": None}) == parse_config(raw)
+
+
 def test_defaults_of_older_files() -> None:
     raw = dict(LLAMA_2_7B)
     del raw["num_key_value_heads"], raw["torch_dtype"], raw["tie_word_embeddings"]
@@ -503,8 +523,11 @@ def test_windows_of_each_layer() -> None:
         == (4096,) * 32
     )  # transformers' default
     assert parse_config({**QWEN3_30B_A3B, **used}).windows == (4096,) * 48
-    with pytest.raises(UnsupportedModel, match="layer_types that differ"):
-        parse_config({**MISTRAL_7B_V1, "layer_types": ["sliding_attention", "full_attention"] * 16})
+    types = ["sliding_attention", "full_attention"] * 16
+    assert parse_config({**MISTRAL_7B_V1, "layer_types": types}).windows == (4096, None) * 16  # read as Ministral
+    for refused in (types, ["full_attention"] * 32):
+        with pytest.raises(UnsupportedModel, match="but sliding_window 2047 is for all layers of this architecture"):
+            parse_config({**PHI_3_MINI_4K, "layer_types": refused})
 
 
 def sparse_layers(raw: dict[str, Any]) -> dict[int, MoEConfig]:

@@ -79,7 +79,7 @@ _QWEN_WINDOWS = {**_QWEN_WINDOW, "max_window_layers": 28}
 
 VARIANTS: Mapping[str, Variant] = {
     "LlamaForCausalLM": Variant(mlp_bias="mlp_bias"),
-    "MistralForCausalLM": Variant(_MISTRAL, qkv_bias=False, out_bias=False, windows="all"),
+    "MistralForCausalLM": Variant(_MISTRAL, qkv_bias=False, out_bias=False, windows="by layer"),
     "MinistralForCausalLM": Variant(_MISTRAL, qkv_bias=False, out_bias=False, windows="by layer"),
     "Ministral3ForCausalLM": Variant(_MISTRAL_3, qkv_bias=False, out_bias=False, windows="all", query_scaling=True),
     "Qwen2ForCausalLM": Variant(_QWEN_WINDOWS, qkv_bias=True, out_bias=False, windows="by layer"),
@@ -116,7 +116,13 @@ VARIANTS: Mapping[str, Variant] = {
         no_rope="without window",
     ),
     "Ernie4_5ForCausalLM": Variant(
-        {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "tie_word_embeddings": True,
+        },
         qkv_bias="use_bias",
         out_bias="use_bias",
         mlp_bias="use_bias",
@@ -234,10 +240,12 @@ def _read_windows(
     if reader.get("sliding_window") is None or not reader.flag("use_sliding_window", default=True):
         return [None] * num_layers
     window = reader.count("sliding_window")
-    if window >= context_len or not any(sliding):
+    if window >= context_len or (variant.windows != "all" and not any(sliding)):
         return [None] * num_layers
     if variant.windows == "none":
         raise UnsupportedModel(f"sliding_window {window} is not supported for this architecture")
     if variant.windows == "all" and not all(sliding):
-        raise UnsupportedModel("layer_types that differ are not supported for this architecture")
+        raise UnsupportedModel(
+            f"layer_types has full_attention, but sliding_window {window} is for all layers of this architecture"
+        )
     return [window if slides else None for slides in sliding]
