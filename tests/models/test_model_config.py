@@ -325,6 +325,7 @@ def test_defaults_are_those_of_transformers(architecture: str, tmp_path: Path) -
     kind.from_dict(dict(raw)).save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     assert parse_config({**written, "eos_token_id": None}) == parse_config(raw)
+    assert parse_config({**raw, "rope_parameters": None}) == parse_config(raw)
 
 
 def test_defaults_of_older_files() -> None:

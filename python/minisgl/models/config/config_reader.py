@@ -75,8 +75,12 @@ class ConfigReader:
         self._read: set[str] = set()
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> ConfigReader:
-        """Return a reader of this file with the values that transformers takes for keys it leaves out."""
-        return ConfigReader(self._raw, defaults)
+        """Return a reader of this file with the values that transformers takes for keys it leaves out.
+
+        A null is a value of most keys, but rope_parameters of null are the family's.
+        """
+        given = {key: value for key, value in self._raw.items() if key != "rope_parameters" or value is not None}
+        return ConfigReader(given, defaults)
 
     def text_config(self) -> ConfigReader:
         """Return a reader of the text model in the config of a multimodal one."""
