@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import subprocess
 import sys
 from datetime import datetime, timedelta
@@ -14,6 +15,7 @@ from tqdm.auto import tqdm
 
 from minisgl import progress
 from minisgl.progress import LineBar, progress_bar
+from support.server import PATIENCE
 
 WRITES = """
 import logging
@@ -59,6 +61,49 @@ def test_a_full_stderr_pipe_blocks_no_process() -> None:
     assert [line.split()[1] for line in kept[-1:]] == ["line"]
     assert re.fullmatch(r"\d\d:\d\d:\d\d read again", lines[-2])
     assert re.fullmatch(r"\d\d:\d\d:\d\d important", lines[-1])
+
+
+LONG_LINES = """
+import logging
+from minisgl.logs import set_up_logging
+set_up_logging()
+for _ in range(3000):
+    logging.info("a line that nobody reads")
+print("full", flush=True)
+input()
+logging.info("long " + "x" * 100_000)
+print("written", flush=True)
+input()
+logging.info("read again")
+"""
+
+
+def test_a_line_longer_than_the_room_in_the_pipe_blocks_no_process() -> None:
+    """Such as a traceback. A pipe counts as writable as soon as a page of it is free."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", LONG_LINES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert child.stdin
+    assert child.stdout
+    assert child.stderr
+    try:
+        assert child.stdout.readline() == b"full\n"
+        os.read(child.stderr.fileno(), 8192)
+        child.stdin.write(b"\n")
+        child.stdin.flush()
+        assert select.select([child.stdout], [], [], PATIENCE)[0], "it waits for its reader"
+        os.read(child.stderr.fileno(), 1 << 20)
+        child.stdin.write(b"\n")
+        child.stdin.flush()
+        lines = child.stderr.read().decode().splitlines()
+    finally:
+        child.kill()
+        child.wait()
+    assert [line.partition(" ")[2] for line in lines] == [
+        "",  # ends the long line, of which the pipe had taken the beginning
+        "(1 lines were dropped because stderr was not read)",
+        "read again",
+    ]
 
 
 def test_a_bar_is_plain_lines_where_stderr_is_no_terminal(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import select
+import stat
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
@@ -14,33 +16,73 @@ if TYPE_CHECKING:
 
 
 class StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to stderr while its reader keeps up, and drops lines that it would have to wait for.
+    """Writes to stderr while its reader keeps up, and drops what it would have to wait for.
 
     An unread pipe or a halted terminal would otherwise block the process at its next line.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self._never_waits = _open_again(self.stream)
         self._dropped = 0
+        self._ends_line = True  # False after a line of which only the beginning was written
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not self._is_writable():
-            self._dropped += 1
-            return
-        if self._dropped:
-            text = f"({self._dropped} lines were dropped because stderr was not read)"
-            self._dropped = 0
-            super().emit(logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, None, None))
-        super().emit(record)
-
-    def _is_writable(self) -> bool:
-        """True if a line of less than a page can be written at once, as far as the system can tell."""
         try:
-            poll = select.poll()
-            poll.register(self.stream, select.POLLOUT)
-        except (AttributeError, TypeError, OSError, ValueError):  # no such call, or a stream without a file
-            return True
-        return bool(poll.poll(0))
+            text = self.format(record) + self.terminator
+            if self._dropped:
+                note = f"({self._dropped} lines were dropped because stderr was not read)"
+                about = logging.LogRecord(__name__, logging.WARNING, __file__, 0, note, None, None)
+                text = self.format(about) + self.terminator + text
+            if not self._ends_line:
+                text = self.terminator + text
+            self._write(text)
+        except Exception:
+            self.handleError(record)
+
+    def _write(self, text: str) -> None:
+        """Write the text, or as much of it as can be written at once."""
+        if self._never_waits is None:
+            if not _is_writable(self.stream):
+                self._dropped += 1
+                return
+            self.stream.write(text)
+            self.flush()
+        else:
+            data = text.encode(errors="backslashreplace")
+            try:
+                written = os.write(self._never_waits, data)
+            except BlockingIOError:
+                self._dropped += 1
+                return
+            self._ends_line = written == len(data)
+        self._dropped = 0 if self._ends_line else 1
+
+
+def _open_again(stream: TextIO) -> int | None:
+    """Return a descriptor for writes that never wait, if the stream is a pipe or a terminal that can be opened again.
+
+    Polling is not enough: a line of more than a page waits if the pipe has less room, and so does the second of two
+    processes that have found room for one line. The stream's own descriptor is shared with other programs, which may
+    rely on waiting.
+    """
+    try:
+        mode = os.fstat(stream.fileno()).st_mode
+        if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
+            return os.open(f"/proc/self/fd/{stream.fileno()}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    except (AttributeError, OSError, ValueError):  # a stream without a file, or a file that may not be opened again
+        pass
+    return None
+
+
+def _is_writable(stream: TextIO) -> bool:
+    """Return True if a line of less than a page can be written at once, as far as the system can tell."""
+    try:
+        poll = select.poll()
+        poll.register(stream, select.POLLOUT)
+    except (AttributeError, TypeError, OSError, ValueError):  # no such call, or a stream without a file
+        return True
+    return bool(poll.poll(0))
 
 
 class JsonFormatter(logging.Formatter):
