@@ -52,7 +52,7 @@ class Process:
         self.popen = subprocess.Popen(command, pass_fds=fds, env=environment, stderr=subprocess.PIPE)
         theirs.close()
         self.pipe: ControlPipe[ToSupervisor] = ControlPipe(ours, ToSupervisor)  # type: ignore[arg-type]
-        self.pipe.send(Start(make_config(), run_dir, 0, self.listener.fileno()))
+        self.pipe.send(Start(make_config(), run_dir, os.getpid(), 0, self.listener.fileno()))
         assert isinstance(self.pipe.receive(), Phase)
         assert self.pipe.receive() == Ready()
 

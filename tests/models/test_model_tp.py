@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,6 +175,26 @@ def test_logits_do_not_depend_on_the_number_of_ranks(saved: Callable[[str], tupl
         assert torch.equal(result["long sum"], sum(parts) + 1)
         assert torch.equal(result["long gathered"], torch.cat(parts, dim=1))
         assert result["smallest"] == 7
+
+
+WAITS = """
+import sys
+from minisgl.distributed.shared_memory import SharedMemoryTP
+SharedMemoryTP.connect(rank=0, size=2, init_method=sys.argv[1], check=lambda: print("waits", flush=True))
+"""
+
+
+def test_a_rank_that_is_killed_while_it_waits_for_others_leaves_nothing_outside_the_run_dir(tmp_path: Path) -> None:
+    run_dir, others = tmp_path / "run", tmp_path / "tmp"
+    for folder in (run_dir, others):
+        folder.mkdir()
+    command = [sys.executable, "-c", WAITS, f"file://{run_dir / 'rendezvous'}"]
+    environment = os.environ | {"TMPDIR": str(others)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"waits\n"
+        process.kill()
+    assert list(others.iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)

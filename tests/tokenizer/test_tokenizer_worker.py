@@ -334,7 +334,7 @@ class Server:
         theirs.close()
         pipe: ControlPipe[ToSupervisor] = ControlPipe(ours, ToSupervisor)  # type: ignore[arg-type]
         config = ServerConfig(engine=EngineConfig(model_path=str(self.model)), model_names=("tiny",))
-        pipe.send(control.Start(config, self.run_dir, index))
+        pipe.send(control.Start(config, self.run_dir, os.getpid(), index))
         phases = []
         try:
             while not isinstance(message := pipe.receive(), control.Ready):

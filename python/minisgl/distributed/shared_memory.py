@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import shutil
 import socket
 import struct
 import time
@@ -25,7 +24,6 @@ import torch
 from torch import Tensor
 
 from minisgl.distributed.group import TPGroup, meet, side_by_side
-from minisgl.process.machine import make_run_dir
 
 _SLOT_BYTES = 1 << 20  # larger tensors are sent in pieces
 _POLL = 0.02  # seconds to wait for a connection between calls of `check`
@@ -56,12 +54,15 @@ class SharedMemoryTP(TPGroup):
         timeout_s: float = 300.0,
         check: Callable[[], None] = lambda: None,
     ) -> SharedMemoryTP:
-        """Return the group once all ranks have come (see `meet`). RuntimeError if one does not come in time."""
-        folder = Path(make_run_dir())
+        """Return the group once all ranks have come (see `meet`). RuntimeError if one does not come in time.
+
+        Sockets are created beside the file of `init_method`, so that nobody but its folder's owner has to remove those
+        of a rank that is killed meanwhile.
+        """
+        path = f"{init_method.removeprefix('file://')}-{rank}"
         peers: dict[int, socket.socket] = {}
         try:
             with socket.socket(socket.AF_UNIX) as listener:
-                path = str(folder / "peer")
                 listener.bind(path)
                 listener.listen(size)
                 listener.settimeout(_POLL)
@@ -81,7 +82,7 @@ class SharedMemoryTP(TPGroup):
                         continue
                     peers[peer.recv(1)[0]] = peer
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            Path(path).unlink(missing_ok=True)
         return cls(rank, peers, _map(rank, peers, 2 * size * _SLOT_BYTES), timeout_s)
 
     def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:

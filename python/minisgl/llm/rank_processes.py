@@ -87,7 +87,7 @@ class RankProcesses:
         self._end = weakref.finalize(self, _end, *held)
         self.addresses = Addresses(run_dir)
         for rank in range(1, config.engine.tp_size):
-            start = Start(config, run_dir, rank)
+            start = Start(config, run_dir, os.getpid(), rank)
             child = start_worker(
                 f"scheduler-{rank}", "minisgl.scheduler.process:run", start, cpu_environment(os.environ)
             )

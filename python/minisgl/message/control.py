@@ -23,6 +23,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
     config: ServerConfig
     run_dir: str
+    owner: int  # process that removes run_dir; a worker does so if it is dead
     index: int  # number among the workers of its kind, or the TP rank
     listen_fd: int | None = None  # the API server's listening socket, inherited
     name: str = ""  # name of the worker in logs

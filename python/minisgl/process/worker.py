@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from minisgl.config import ConfigError, ServerConfig
 from minisgl.error_text import in_one_line
@@ -46,7 +46,6 @@ class Worker:
 
     def __init__(self, pipe: ControlPipe[ToWorker]) -> None:
         self._pipe = pipe
-        self._parent = os.getppid()
         first = pipe.receive()
         if not isinstance(first, Start):
             raise RuntimeError(f"the control pipe began with {first!r}")
@@ -56,6 +55,7 @@ class Worker:
         self.listen_fd: int | None = first.listen_fd
         self.addresses = Addresses(first.run_dir)
         self._run_dir = first.run_dir
+        self._owner = first.owner
         self._serve: queue.SimpleQueue[Limits] = queue.SimpleQueue()
         self._on_drain: Callable[[], object] = self.drained
         self._progress: Callable[[], Progress] = Progress
@@ -73,16 +73,23 @@ class Worker:
             elif isinstance(message, Shutdown):
                 self._on_shutdown(message)
         if self._is_orphan():
-            shutil.rmtree(self._run_dir, ignore_errors=True)  # the supervisor was killed before it could do so
+            self._remove_run_dir()
         os._exit(1)
 
     def _is_orphan(self) -> bool:
         """Return True if the supervisor is dead. Its files are closed a moment before its children get a new parent."""
         for _ in range(20):
-            if os.getppid() != self._parent:
+            if os.getppid() != self._owner:
                 return True
             time.sleep(0.005)
         return False
+
+    def _remove_run_dir(self) -> None:
+        """Remove the folder as the first of the workers, so that none can create a file in it meanwhile."""
+        removed = f"{self._run_dir}-removed"
+        with suppress(OSError):  # another worker is the first
+            os.rename(self._run_dir, removed)
+            shutil.rmtree(removed, ignore_errors=True)
 
     def on_drain(self, callback: Callable[[], object]) -> None:
         """Call `callback` from the control thread when a drain begins. Must be registered before `ready`."""

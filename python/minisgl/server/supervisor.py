@@ -138,7 +138,7 @@ class Supervisor:
         self._listener.close()
 
     def _start(self, name: str, kind: str, index: int = 0, listen_fd: int | None = None) -> None:
-        start = Start(self._config, self._run_dir, index, listen_fd, name)
+        start = Start(self._config, self._run_dir, os.getpid(), index, listen_fd, name)
         env = cpu_environment(os.environ) if kind == "scheduler" else None
         child = start_worker(name, self._entries[kind], start, env)
         self._children.append(child)
