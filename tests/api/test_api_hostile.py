@@ -24,8 +24,9 @@ from minisgl.message.to_tokenizer import Generate
 from minisgl.server.api.answers import completions
 from minisgl.server.api.answers.large_json import slices
 from minisgl.server.api.api_process import COLLECT_AFTER
-from minisgl.server.api.bodies.read_body import MAX_ITEMS, MAX_VALUES, BodyScan, check_numbers
+from minisgl.server.api.bodies.read_body import MAX_ITEMS, MAX_VALUES, BodyScan, check_numbers, read_fields
 from minisgl.server.api.http.errors import ApiError
+from minisgl.server.api.routes import service
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 LARGEST = HttpConfig().max_body_bytes
@@ -59,7 +60,7 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[Turns]:
     threshold = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(COLLECT_AFTER)
+    gc.set_threshold(*COLLECT_AFTER)
     yield Turns(monkeypatch)
     gc.set_threshold(*threshold)
     gc.unfreeze()
@@ -202,6 +203,53 @@ def test_log_probabilities_that_a_client_reads_late_do_not_stop_other_streams(
     assert data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
     client.leave()
     assert 0 < turns.of(server) < LONGEST_TURN
+
+
+def parsed_together(server: RunningServer, monkeypatch: pytest.MonkeyPatch, sizes: list[int]) -> list[tuple[int, int]]:
+    """Send bodies of these sizes whose ends come at the same time; return turn and size of each as they are parsed."""
+    turn, parsed, over = 0, [], False
+
+    def count_turn() -> None:
+        nonlocal turn
+        turn += 1
+        if not over:
+            server._loop.call_soon(count_turn)
+
+    def read(data: bytearray) -> dict[str, Any]:
+        parsed.append((turn, len(data)))
+        return read_fields(data)
+
+    monkeypatch.setattr(service, "read_fields", read)
+    clients = [RawClient(server.port) for _ in sizes]
+    for client, size in zip(clients, sizes, strict=True):
+        client.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "user": "x" * size}, cut=1)
+
+    def send_ends() -> None:
+        count_turn()
+        for client in clients:
+            client.socket.sendall(b"}")
+
+    server.call(send_ends)
+    for client in clients:
+        assert b" 200 " in client.read_all()
+        client.leave()
+    over = True
+    return parsed
+
+
+@pytest.mark.parametrize("size", [100, 100_000])
+def test_bodies_that_arrive_together_are_parsed_in_turns_of_their_own(
+    start_server: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    turns = [turn for turn, _ in parsed_together(start_server(), monkeypatch, [size] * 20)]
+    assert len(set(turns)) == 20
+
+
+def test_small_bodies_do_not_wait_for_large_ones(
+    start_server: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed = parsed_together(start_server(), monkeypatch, [100_000] * 20 + [100])
+    assert min(size for _, size in parsed[:4]) < 1000
 
 
 def write_in_thread(server: RunningServer, write: Callable[[], bytes]) -> Future[bytes]:

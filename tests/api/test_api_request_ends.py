@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from fake_engine import answer, wait_until
 from minisgl.message.to_api import Accepted, OutputDelta, OutputDeltas
 from minisgl.message.to_tokenizer import Generate
 from minisgl.message.types import Abort, pack_ids
+from minisgl.server.api.answers.answer import Answer, Writer
+from minisgl.server.api.requests.open_request import Job, OpenRequest
 
 CHAT = "/v1/chat/completions"
 
@@ -349,6 +352,31 @@ def test_shutdown_with_open_requests(start_server: Callable[..., RunningServer])
     assert server.get("/health").status_code == 503
     assert server.post(CHAT, json=chat("x")).status_code == 503
     server.assert_idle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("text", ["a", "refuse", "fail", "hold"])
+def test_what_has_ended_is_freed_without_the_garbage_collector(server: RunningServer, text: str, stream: bool) -> None:
+    """Otherwise the objects of large bodies stay in memory until a collection, for which all streams wait."""
+    body = chat(text, stream=stream, max_tokens=5)
+    server.post(CHAT, json=chat("a"))  # makes what stays
+    server.assert_idle()
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.set_threshold(0)
+    try:
+        client = RawClient(server.port)
+        client.post(CHAT, body)
+        if text == "hold":
+            server.engine.wait_for(Generate, 2)
+        else:
+            client.read_all()
+        client.leave()
+        server.assert_idle()
+        kinds = (OpenRequest, Job, Answer, Writer)
+        wait_until(lambda: not any(isinstance(one, kinds) for one in gc.get_objects()))
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def test_200_concurrent_streams(server: RunningServer) -> None:

@@ -28,8 +28,10 @@ from minisgl.server.api.tracing import Tracer
 from minisgl.tokenizer.tokenizer_config import model_parsers
 
 MESSAGES_A_TURN = 32  # taken from the inbox before requests get their turn
-# Objects until a garbage collection: each step makes thousands, which reference counts free, and no cycles.
-COLLECT_AFTER = 50_000
+# Thresholds of the garbage collector. Each step makes thousands of objects, which reference counts free, and no cycles.
+# Every second collection visits those that survived one. By default every tenth does: after twenty large bodies all
+# streams waited for a fifth of a second.
+COLLECT_AFTER = (50_000, 1, 100)
 
 
 def run(worker: Worker) -> None:
@@ -39,7 +41,7 @@ def run(worker: Worker) -> None:
     sock = socket.socket(fileno=worker.listen_fd)
     # Connections inherit it. Without it a small write waits 40 ms for the client to acknowledge the one before.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    gc.set_threshold(COLLECT_AFTER)
+    gc.set_threshold(*COLLECT_AFTER)
     uvloop.run(serve(worker, sock))
     os._exit(0)  # nothing is left to do, and ZeroMQ would wait for tokenizers that are gone
 

@@ -200,8 +200,10 @@ class Answer:
             logger.exception("a request ended with an internal error", extra={"request_id": self._names[0]})
             await self._send_error(internal_error(), scope, receive, send)
         finally:
-            if self._client.tracer is not None and request is not None:
-                self._client.tracer.record(request, self._writer.id, scope)
+            if request is not None:
+                request.break_cycles()
+                if self._client.tracer is not None:
+                    self._client.tracer.record(request, self._writer.id, scope)
 
     async def _watch(self, request: OpenRequest, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -3,8 +3,8 @@
 The JSON is read once, strictly: nested 200 deep at most, no NaN, no lone surrogates, no integers beyond 64 bits. A null
 at the top level counts as absent, because OpenAI's clients send it so.
 
-Each function here runs in one turn of the event loop, in which all streams wait: the limits on bytes, values and items
-are such that none takes 50 ms of a slow core (docs/reliability.md has the figures).
+Each function here runs in one turn of the event loop, in which all streams wait, or in several: the limits on bytes,
+values and items are such that no turn takes 50 ms of a slow core (docs/reliability.md has the figures).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ B = TypeVar("B", bound=Body)
 
 MAX_VALUES = 65_536  # strings (names of fields included), objects and arrays
 MAX_ITEMS = 262_144  # values separated by commas, most of which are token ids
+SCANNED_A_TURN = 2**20  # bytes whose values are counted in one turn of the event loop: 5 ms
 HAVE_CHECKS = frozenset({"prompt", "input_ids", "tokens"})  # fields whose numbers are checked elsewhere
 CONTAINERS = frozenset({dict, list})
 _REFUSALS = {  # pydantic's types of errors whose own texts speak of Python
@@ -47,11 +48,11 @@ SHORT = 32  # items: shorter lists are checked together
 
 
 class BodyScan:
-    """Counts the JSON values of a body while it arrives, so that one that would take long to parse is never parsed.
+    """Counts the JSON values of a body, so that one that would take long to parse is never parsed.
 
     Parsing JSON holds the GIL, in a thread too, and its cost depends on the number of objects, not of bytes: 4 MB of
-    text take 5 ms, 4 MB of nested arrays half a second. Counting takes some 5 ns a byte, spread over the arrival. It is
-    exact up to the first syntax error, where parsing ends.
+    text take 5 ms, 4 MB of nested arrays half a second. Counting takes some 5 ns a byte. It is exact up to the first
+    syntax error, where parsing ends.
 
     `values` counts strings, objects and arrays, `items` the commas between values. `_held` is a backslash whose escaped
     character comes with the next piece.
@@ -86,13 +87,13 @@ class BodyScan:
             raise too_many_values(f"{self._max_items} list items and fields")
 
 
-async def read_body(request: Request, max_bytes: int, max_items: int, timeout_seconds: float) -> bytearray:
-    """Return the whole body; ApiError if its type is not JSON, it comes too slowly, or has too many bytes or values."""
+async def read_body(request: Request, max_bytes: int, timeout_seconds: float) -> bytearray:
+    """Return the whole body; ApiError if its type is not JSON, it comes too slowly, or has too many bytes."""
     check_content_type(request)
     check_content_encoding(request)
     try:
         async with asyncio.timeout(timeout_seconds):
-            return await _read_body(request, max_bytes, BodyScan(max_items))
+            return await _read_body(request, max_bytes)
     except TimeoutError:
         raise too_slow(timeout_seconds) from None
 
@@ -116,20 +117,26 @@ def check_content_encoding(request: Request) -> None:
         raise encoded_body(sent)
 
 
-async def _read_body(request: Request, max_bytes: int, scan: BodyScan) -> bytearray:
+async def _read_body(request: Request, max_bytes: int) -> bytearray:
     declared = request.headers.get("content-length", "0")
     if not declared.isdecimal() or int(declared) > max_bytes:
         raise too_large(max_bytes)
     data = bytearray()
-    scanned = 0
     async for chunk in request.stream():
         data += chunk
         if len(data) > max_bytes:
             raise too_large(max_bytes)
-        if len(data) > MAX_VALUES:  # a shorter body cannot have more values
-            scan.feed(data[scanned:])
-            scanned = len(data)
     return data
+
+
+async def check_size(data: bytes | bytearray, max_items: int) -> None:
+    """Raise ApiError if the JSON has too many values or items."""
+    if len(data) <= MAX_VALUES:  # it cannot have more values than bytes
+        return
+    scan = BodyScan(max_items)
+    for start in range(0, len(data), SCANNED_A_TURN):
+        scan.feed(data[start : start + SCANNED_A_TURN])
+        await asyncio.sleep(0)
 
 
 def read_fields(data: bytes | bytearray) -> dict[str, Any]:

@@ -310,6 +310,16 @@ class OpenRequest:
         self._logprobs.held -= self.num_logprobs
         self.num_logprobs = 0
 
+    def break_cycles(self) -> None:
+        """Drop references to objects that refer to this request, which has been answered.
+
+        Otherwise it would keep its body in memory until the garbage collector finds it, minutes later after a long
+        answer.
+        """
+        self._sink = None
+        if self._failure is not None:
+            self._failure.__traceback__ = None  # its frames have the request
+
     def _hold_logprobs(self, output: OutputDelta) -> None:
         """Count the log-probabilities of an output; the request fails if it, or all requests, hold too many.
 

@@ -52,12 +52,12 @@ class GenerationRoutes(Routes):
 
     async def generate(self, request: Request) -> Answer:
         """Complete one prompt, in Mini-SGLang's or SGLang's form."""
-        fields = await self._service.fields(request)
-        if is_sglang(fields):
-            asked = await self._service.validate(fields, SglangBody)
+        body: SglangBody | GenerateBody
+        async with self._service.fields(request) as fields:
+            body = await self._service.validate(fields, SglangBody if is_sglang(fields) else GenerateBody)
+        if isinstance(body, SglangBody):
             defaults = self._service.config.sampling_defaults.fields
-            answer = sglang_job(asked, self._service.limits, defaults), SglangWriter(asked)
-            return self._service.answer(request, *answer, stream=asked.stream)
-        body = await self._service.validate(fields, GenerateBody)
+            answer = sglang_job(body, self._service.limits, defaults), SglangWriter(body)
+            return self._service.answer(request, *answer, stream=body.stream)
         job = generate_job(body, self._service.limits)
         return self._service.answer(request, job, GenerateWriter(body), stream=body.stream, names=body.own_names)

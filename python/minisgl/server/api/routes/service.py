@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Set
+from collections.abc import AsyncIterator, Callable, Set
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -20,12 +21,20 @@ from minisgl.parsers.parser_choice import NONE, Parsers
 from minisgl.pooling.pooling_config import NO_TEXT
 from minisgl.server.api.answers.answer import Answer, Writer
 from minisgl.server.api.answers.writer_thread import WriterThread
-from minisgl.server.api.bodies.read_body import MAX_ITEMS, B, check_numbers, read_body, read_fields, validate
+from minisgl.server.api.bodies.read_body import (
+    MAX_ITEMS,
+    B,
+    check_numbers,
+    check_size,
+    read_body,
+    read_fields,
+    validate,
+)
 from minisgl.server.api.bodies.request_body import Body, RequestBody
 from minisgl.server.api.bodies.tools import ToolUse
 from minisgl.server.api.http.errors import ApiError, model_not_found
 from minisgl.server.api.http.gates import client_of
-from minisgl.server.api.http.middleware import request_id_of
+from minisgl.server.api.http.middleware import SMALL_BODY, request_id_of
 from minisgl.server.api.metrics import EngineLoad
 from minisgl.server.api.requests.engine_client import EngineClient, Heartbeat
 from minisgl.server.api.requests.open_request import Job
@@ -85,20 +94,30 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     unknown_fields: LogOnce = field(default_factory=lambda: LogOnce(UNKNOWN_FIELD))
     ignored_tools: IgnoredTools = field(default_factory=IgnoredTools)
+    # Held while a body is parsed, the second one for large bodies. Without them the bodies that come at the same time
+    # would all be parsed in one turn of the event loop; each takes up to 50 ms of it.
+    parsing: tuple[asyncio.Lock, asyncio.Lock] = field(default_factory=lambda: (asyncio.Lock(), asyncio.Lock()))
 
     async def parse(self, request: Request, model: type[B]) -> B:
         """Return the request's body, or ApiError."""
-        return await self.validate(await self.fields(request), model)
+        async with self.fields(request) as fields:
+            return await self.validate(fields, model)
 
-    async def fields(self, request: Request) -> dict[str, Any]:
-        """Return the fields of the request's body, not yet validated; ApiError if it is no JSON object."""
+    @asynccontextmanager
+    async def fields(self, request: Request) -> AsyncIterator[dict[str, Any]]:
+        """Yield the fields of the request's body, to be validated; ApiError if it is no JSON object.
+
+        Other bodies wait meanwhile, small ones only for small ones.
+        """
         http = self.config.http
-        max_items = max(MAX_ITEMS, self.limits.max_seq_len)  # a prompt of ids may fill the context
-        fields = read_fields(await read_body(request, http.max_body_bytes, max_items, http.receive_timeout))
-        await asyncio.sleep(0)  # each of these calls takes long for a large body: others get their turn
-        check_numbers(fields)
-        await asyncio.sleep(0)
-        return fields
+        data = await read_body(request, http.max_body_bytes, http.receive_timeout)
+        async with self.parsing[len(data) > SMALL_BODY]:
+            await check_size(data, max(MAX_ITEMS, self.limits.max_seq_len))  # a prompt of ids may fill the context
+            fields = read_fields(data)
+            await asyncio.sleep(0)  # each of these calls takes long for a large body: others get their turn
+            check_numbers(fields)
+            await asyncio.sleep(0)
+            yield fields
 
     async def validate(self, fields: dict[str, Any], model: type[B]) -> B:
         """Return the body made of these fields; ApiError or InvalidRequest naming the field that is wrong."""
