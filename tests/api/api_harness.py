@@ -8,6 +8,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
@@ -123,6 +124,10 @@ class RunningServer:
     def wait_for(self, function: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         """Await on the server's event loop."""
         return asyncio.run_coroutine_threadsafe(function(), self._loop).result(120)
+
+    def write_in_thread(self, write: Callable[[], bytes]) -> Future[bytes]:
+        """Occupy the writer thread with a large answer."""
+        return asyncio.run_coroutine_threadsafe(self.writer_thread.write(write, is_large=True), self._loop)
 
     def end(self, reason: str) -> None:
         """End as the process does when the supervisor says Shutdown."""

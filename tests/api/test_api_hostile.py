@@ -8,7 +8,6 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from itertools import islice
 from typing import Any
 
@@ -252,11 +251,6 @@ def test_small_bodies_do_not_wait_for_large_ones(
     assert min(size for _, size in parsed[:4]) < 1000
 
 
-def write_in_thread(server: RunningServer, write: Callable[[], bytes]) -> Future[bytes]:
-    """Occupy the server's writer thread with a large answer."""
-    return asyncio.run_coroutine_threadsafe(server.writer_thread.write(write, is_large=True), server._loop)
-
-
 def until(event: threading.Event) -> Callable[[], bytes]:
     """Return an answer that has no pieces, and ends after the event."""
 
@@ -280,7 +274,7 @@ def test_an_answer_does_not_wait_for_a_larger_one(start_server: Callable[..., Ru
         return b"large"
 
     server = start_server(tick=0.0)
-    large = write_in_thread(server, write_large)
+    large = server.write_in_thread(write_large)
     try:
         wait_until(lambda: server.writer_thread._is_interruptible)
         choice = server.post(CHAT, json=CHAT_BODY | {"max_tokens": 300}).json()["choices"][0]
@@ -301,7 +295,7 @@ def test_an_answer_whose_client_has_left_is_not_written(
     monkeypatch.setattr(completions, "server_sent_event", lambda _: written.append(1) or b"")
     server = start_server(tick=0.0)
     may_end = threading.Event()
-    running = write_in_thread(server, until(may_end))
+    running = server.write_in_thread(until(may_end))
     client = RawClient(server.port)
     body = {"prompt": "a " * 5000, "logprobs": 2, "echo": True, "max_tokens": 1}
     try:
@@ -322,7 +316,7 @@ def test_a_streamed_response_waits_for_no_thread_before_its_end(start_server: Ca
     body = {"input": "a", "include": ["message.output_text.logprobs"], "top_logprobs": 20, "max_output_tokens": 4000}
     may_end = threading.Event()
     try:
-        write_in_thread(server, until(may_end))
+        server.write_in_thread(until(may_end))
         with server.stream(RESPONSES, json=body | {"stream": True}) as response:
             deltas = (line for line in response.iter_lines() if line == "event: response.output_text.delta")
             assert len(list(islice(deltas, 1000))) == 1000

@@ -18,6 +18,7 @@ import httpx
 import openai
 import pytest
 from api_harness import RawClient, RunningServer
+from fake_engine import wait_until
 
 from minisgl.config import ConfigError
 from minisgl.message.to_tokenizer import Generate
@@ -83,6 +84,27 @@ def test_a_conversation_goes_on_from_a_response(server: RunningServer) -> None:
     for query in ("limit=0", "limit=101", "limit=x", "order=up", "after=nothing"):
         response = server.get(f"{PATH}/{second.id}/input_items?{query}", headers={"authorization": "Bearer key-one"})
         assert (response.status_code, response.json()["error"]["param"]) == (400, query.partition("=")[0])
+
+
+def test_a_response_that_is_cancelled_while_it_ends_has_one_end(server: RunningServer) -> None:
+    """Its last events wait for the writer thread, which is busy with another answer."""
+    ours, may_end = client(server), threading.Event()
+    body: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 20, "max_output_tokens": 400}
+    other = server.write_in_thread(lambda: b"other" * may_end.wait())
+    try:
+        with ours.responses.create(model="test-model", input="a", stream=True, **body) as stream:
+            created = next(stream)
+            assert created.type == "response.created"
+            wait_until(lambda: len(server.writer_thread._small) == 1)
+            cancelled = ours.responses.cancel(created.response.id)
+            may_end.set()
+            *_, last = stream
+    finally:
+        may_end.set()
+    assert other.result(120) == b"other"
+    assert last.type == "response.failed"
+    assert cancelled.status == "cancelled"
+    assert cancelled == last.response == ours.responses.retrieve(created.response.id)
 
 
 def test_a_response_belongs_to_its_key(server: RunningServer) -> None:

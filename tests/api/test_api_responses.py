@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -16,9 +17,11 @@ from pydantic import BaseModel
 from minisgl.message.to_api import OutputDelta, OutputDeltas
 from minisgl.message.to_tokenizer import ChatPrompt, Encode, Generate
 from minisgl.message.types import Abort, TextOptions, pack_ids
+from minisgl.parsers.streaming import CallArguments, CallStart, Content, Reasoning
 from minisgl.sampling_params import SamplingParams
 from minisgl.server.api.requests.open_request import Job
 from minisgl.server.api.responses.job import truncate_to_fit
+from minisgl.server.api.responses.output import Output
 
 PATH = "/v1/responses"
 WEATHER: dict[str, Any] = {
@@ -452,6 +455,17 @@ def test_a_response_is_cancelled_while_it_is_answered(server: RunningServer, str
     assert last.type == "response.failed"
     assert last.response.status == "cancelled"
     assert server.engine.wait_for(Abort)
+
+
+def test_no_text_is_missing_from_a_response_between_two_of_its_events() -> None:
+    """It may be cancelled while a thread writes them."""
+    output, number = Output("1", itertools.count().__next__, seals_reasoning=False), 0
+    for event in (Reasoning("a"), Content("b"), CallStart(0, "c", "d"), CallArguments(0, "e"), Content("f")):
+        number += not isinstance(event, CallArguments)
+        for _ in output.take(event, []):
+            assert len(output.items()) in (number - 1, number)
+    for _ in output.finish("completed"):
+        assert len(output.items()) == number == 4
 
 
 def conversation(*messages: str) -> Job:

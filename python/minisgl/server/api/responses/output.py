@@ -164,8 +164,10 @@ class Output:
         self._open: _OpenItem | None = None
 
     def items(self) -> list[OutputItem]:
-        """Return all items; one that is still being written is incomplete."""
-        return [*self._done, *([] if self._open is None else [self._item(self._open, "incomplete")])]
+        """Return all items; one that is still being written is incomplete. Any thread may ask."""
+        item = self._open  # read before `_done`: an item that ends meanwhile is in both
+        done = self._done.copy()
+        return done if item is None or item.index < len(done) else [*done, self._item(item, "incomplete")]
 
     def take(self, event: Event, logprobs: list[ChatLogprob]) -> Iterator[ItemEvent]:
         """Yield the stream's events for an event of the answer; `logprobs` are those of its tokens, if requested."""
@@ -193,10 +195,12 @@ class Output:
 
     def end(self, status: ItemStatus) -> Iterator[ItemEvent]:
         """End the item that is being written, if any."""
-        item, self._open = self._open, None
+        item = self._open
         if item is None:
             return
         done, text = self._item(item, status), item.text
+        self._done.append(done)
+        self._open = None
         match done:
             case FunctionCallItem(name=name):
                 yield ArgumentsDone(self._next(), item.index, item.id, name=name, arguments=text)
@@ -206,7 +210,6 @@ class Output:
             case MessageItem():
                 yield OutputTextDone(self._next(), item.index, item.id, text=text, logprobs=item.logprobs)
                 yield ContentPartDone(self._next(), item.index, item.id, part=OutputText(text, item.logprobs))
-        self._done.append(done)
         yield OutputItemDone(self._next(), item.index, done)
 
     def _begin(self, event: Event) -> Iterator[ItemEvent]:

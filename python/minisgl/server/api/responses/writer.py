@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from threading import Lock
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import msgspec
@@ -117,6 +118,12 @@ StreamEvent: TypeAlias = (
     ResponseCreated | ResponseInProgress | ResponseCompleted | ResponseIncomplete | ResponseFailed | ItemEvent
 )
 _LastEvent: TypeAlias = ResponseCompleted | ResponseIncomplete | ResponseFailed
+_LAST_EVENTS: dict[ResponseStatus, type[_LastEvent]] = {
+    "completed": ResponseCompleted,
+    "incomplete": ResponseIncomplete,
+    "failed": ResponseFailed,
+    "cancelled": ResponseFailed,
+}
 Keep = Callable[[Response], Awaitable[Response]]  # stores a response; returns it as the client is to see it
 
 
@@ -138,6 +145,7 @@ class ResponsesWriter(Writer):
         self._choice: ParsedChoice | None = None
         self._is_complete = False  # the model ended the answer, not a limit
         self._last_event: _LastEvent | None = None  # of a stream
+        self._ending = Lock()  # a client may cancel while the writer thread ends the response
 
     def begin(self, request: OpenRequest) -> None:
         self._open = request
@@ -145,8 +153,7 @@ class ResponsesWriter(Writer):
 
     def cancel(self) -> Response:
         """Return the response as cancelled now, or as it ended before."""
-        if self._response.status == "in_progress":
-            self._end("cancelled")
+        self._end("cancelled")
         return self._response
 
     # A stream.
@@ -160,16 +167,15 @@ class ResponsesWriter(Writer):
 
     def last_events(self, usage: Usage) -> bytes:  # noqa: ARG002 - `_end` adds it, also to a stream that fails
         self._finish()
-        return self._end_stream(ResponseCompleted if self._is_complete else ResponseIncomplete)
+        return self._end_stream()
 
     def error_event(self, error: ApiError) -> bytes:
-        if self._response.status != "cancelled":
-            code = "server_error" if error.status >= 500 else "invalid_prompt"
-            self._end("failed", error=ResponseError(code, error.detail.message))
-        return self._end_stream(ResponseFailed)
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        self._end("failed", error=ResponseError(code, error.detail.message))
+        return self._end_stream()
 
-    def _end_stream(self, kind: type[_LastEvent]) -> bytes:
-        self._last_event = kind(self._next(), self._response)
+    def _end_stream(self) -> bytes:
+        self._last_event = _LAST_EVENTS[self._response.status](self._next(), self._response)
         return named_event(self._last_event)
 
     # A whole answer.
@@ -215,10 +221,14 @@ class ResponsesWriter(Writer):
             self._end("incomplete", incomplete_details=IncompleteDetails())
 
     def _end(self, status: ResponseStatus, **changes: object) -> None:
-        usage = None if self._open is None else self._usage(usage_of(self._open))
-        self._response = msgspec.structs.replace(
-            self._response, status=status, output=self._output.items(), usage=usage, **changes
-        )
+        """End the response with this status, if it has not ended. Only the first call has an effect."""
+        with self._ending:
+            if self._response.status != "in_progress":
+                return
+            usage = None if self._open is None else self._usage(usage_of(self._open))
+            self._response = msgspec.structs.replace(
+                self._response, status=status, output=self._output.items(), usage=usage, **changes
+            )
 
     def _usage(self, usage: Usage) -> ResponseUsage:
         reasoning_tokens = 0 if self._choice is None else self._choice.reasoning_tokens
