@@ -20,11 +20,15 @@ from pydantic_core import from_json
 
 from minisgl.config import HttpConfig
 from minisgl.message.to_tokenizer import Generate
-from minisgl.server.api.answers import completions
+from minisgl.message.types import PositionLogprobs
+from minisgl.server.api.answers import answer, completions
 from minisgl.server.api.answers.large_json import slices
+from minisgl.server.api.answers.logprob_forms import ChatLogprob, chat_logprob
 from minisgl.server.api.api_process import COLLECT_AFTER
 from minisgl.server.api.bodies.read_body import MAX_ITEMS, MAX_VALUES, BodyScan, check_numbers, read_fields
 from minisgl.server.api.http.errors import ApiError
+from minisgl.server.api.requests.open_request import SMALL_LOGPROBS
+from minisgl.server.api.responses import writer
 from minisgl.server.api.routes import service
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -283,6 +287,26 @@ def test_an_answer_does_not_wait_for_a_larger_one(start_server: Callable[..., Ru
     finally:
         may_end.set()
     assert large.result(120) == b"large"
+
+
+def test_a_large_response_lets_others_pass(
+    start_server: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    server = start_server(tick=0.0)
+
+    def write_one(position: PositionLogprobs) -> ChatLogprob:
+        if not order:
+            server.writer_thread._small.append(lambda: order.append("other"))
+        order.append("token")
+        return chat_logprob(position)
+
+    monkeypatch.setattr(writer, "chat_logprob", write_one)
+    monkeypatch.setattr(answer, "LARGE_LOGPROBS", SMALL_LOGPROBS)
+    body = {"input": "a", "include": ["message.output_text.logprobs"], "top_logprobs": 20, "max_output_tokens": 300}
+    assert server.post(RESPONSES, json=body).status_code == 200
+    assert order[:2] == ["token", "other"]
+    assert order.count("token") == 300
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -20,6 +20,7 @@ from minisgl.server.api.answers.answer import Usage, Writer, named_event, usage_
 from minisgl.server.api.answers.large_json import encode_large
 from minisgl.server.api.answers.logprob_forms import chat_logprob
 from minisgl.server.api.answers.parsed_choice import ChatOptions, ParsedChoice
+from minisgl.server.api.answers.writer_thread import let_others_pass
 from minisgl.server.api.http.errors import ApiError
 from minisgl.server.api.requests.open_request import Delta, OpenRequest
 from minisgl.server.api.responses.output import ItemEvent, Output, OutputItem
@@ -202,6 +203,7 @@ class ResponsesWriter(Writer):
         assert self._choice is not None
         pieces: Iterable[Delta] = delta.split() if self._options.body.logprobs else (delta,)
         for piece in pieces:
+            let_others_pass()  # the log-probabilities of all pieces may take seconds
             before = self._choice.reasoning_tokens
             events = self._choice.take(piece)
             if self._choice.reasoning_tokens > before:
