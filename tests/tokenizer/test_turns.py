@@ -75,7 +75,7 @@ def test_clients_that_have_left_are_forgotten_once_the_others_have_used_as_much(
         for _ in range(2):
             client, _ = turns.next()
             turns.charge(client, 1.0 if client == "steady" else 3.0)
-        assert len(turns._seconds) < 10
+        assert len(turns._order) < 10
 
 
 def test_removed_items_are_not_handled_and_nothing_is_left() -> None:
@@ -87,7 +87,36 @@ def test_removed_items_are_not_handled_and_nothing_is_left() -> None:
     handled = {item for _, item in handle(turns, {"a": 1.0, "b": 0.5}, 7)}
     assert handled == {1, 2, 4, 5, 6, 7, 8}
     assert len(turns) == 0
-    assert not turns._seconds
+    assert not turns._order
+    assert not turns._known
+
+
+def test_a_turn_does_not_visit_all_who_wait() -> None:
+    lookups = 0
+
+    class Client(str):
+        __slots__ = ()
+
+        def __hash__(self) -> int:
+            nonlocal lookups
+            lookups += 1
+            return super().__hash__()
+
+    turns: Turns[int] = Turns()
+    clients = [Client(number) for number in range(5000)]
+    for key in range(10_000):
+        turns.add(key, clients[key % 5000], key)
+    lookups = 0
+    for _ in range(100):
+        turns.charge(turns.next()[0], 1.0)
+    assert lookups < 100 * 20
+
+
+def test_clients_that_have_used_the_same_are_handled_in_the_order_in_which_they_came() -> None:
+    turns: Turns[int] = Turns()
+    for key, client in enumerate("zyabx"):
+        turns.add(key, client, key)
+    assert [client for client, _ in handle(turns, dict.fromkeys("zyabx", 1.0), 5)] == list("zyabx")
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 5)), max_size=60), st.sets(st.integers(0, 60)))

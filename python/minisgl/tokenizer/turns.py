@@ -6,7 +6,9 @@ not for all that came before theirs. Each client's own are handled in the order 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
+from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -19,9 +21,11 @@ class Turns(Generic[T]):
         self._waiting: dict[str, dict[int, T]] = {}  # by client that has any, in order of arrival
         self._clients: dict[int, str] = {}  # client of each waiting item
         self._least = 0.0  # time that the client of the last turn had used before it; no waiting client has used less
-        # Time used by each client that has used at least as much. One that sends a prompt after the other would
-        # otherwise start anew with each.
-        self._seconds: dict[str, float] = {}
+        # Heap of the time used by each client that has used at least as much. One that sends a prompt after the other
+        # would otherwise start anew with each. The number keeps the order of clients that have used the same.
+        self._order: list[tuple[float, int, str]] = []
+        self._known: set[str] = set()  # clients in `_order`, and that of the turn
+        self._numbers = itertools.count()
 
     def __len__(self) -> int:
         """Return the number of waiting items."""
@@ -29,7 +33,9 @@ class Turns(Generic[T]):
 
     def add(self, key: int, client: str, item: T) -> None:
         """Add an item. A client that has used less than all others starts like them: it earns nothing by idleness."""
-        self._seconds[client] = max(self._seconds.get(client, 0.0), self._least)
+        if client not in self._known:
+            self._known.add(client)
+            heappush(self._order, (self._least, next(self._numbers), client))
         self._waiting.setdefault(client, {})[key] = item
         self._clients[key] = client
 
@@ -41,16 +47,18 @@ class Turns(Generic[T]):
 
     def next(self) -> tuple[str, T]:
         """Return the client whose turn it is and its oldest item, which must be charged afterwards."""
-        client = min(self._waiting, key=self._seconds.__getitem__)
-        self._least = least = self._seconds[client]
-        self._seconds = {other: used for other, used in self._seconds.items() if used >= least}
+        self._least, _, client = heappop(self._order)
+        while client not in self._waiting:
+            self._known.remove(client)
+            self._least, _, client = heappop(self._order)
         return client, self._take(client, next(iter(self._waiting[client])))
 
     def charge(self, client: str, seconds: float) -> None:
-        """Record the time that the client's item has taken. Once nobody waits, all start anew."""
-        self._seconds[client] += seconds
+        """Record the time that the client's item has taken, after its turn. Once nobody waits, all start anew."""
+        heappush(self._order, (self._least + seconds, next(self._numbers), client))
         if not self._waiting:
-            self._seconds.clear()
+            self._order.clear()
+            self._known.clear()
             self._least = 0.0
 
     def _take(self, client: str, key: int) -> T:
