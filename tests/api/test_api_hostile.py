@@ -21,13 +21,15 @@ from pydantic_core import from_json
 from minisgl.config import HttpConfig
 from minisgl.message.to_tokenizer import Generate
 from minisgl.message.types import PositionLogprobs
-from minisgl.server.api.answers import answer, completions
+from minisgl.server.api.answers import answer, chat_writer, completions
+from minisgl.server.api.answers.chat_writer import ChatMessage, message_of
 from minisgl.server.api.answers.large_json import slices
 from minisgl.server.api.answers.logprob_forms import ChatLogprob, chat_logprob
+from minisgl.server.api.answers.writer_thread import WriterThread
 from minisgl.server.api.api_process import COLLECT_AFTER
 from minisgl.server.api.bodies.read_body import MAX_ITEMS, MAX_VALUES, BodyScan, check_numbers, read_fields
 from minisgl.server.api.http.errors import ApiError
-from minisgl.server.api.requests.open_request import SMALL_LOGPROBS
+from minisgl.server.api.requests.open_request import SMALL_LOGPROBS, SMALL_TOKENS
 from minisgl.server.api.responses import writer
 from minisgl.server.api.routes import service
 
@@ -332,6 +334,22 @@ def test_an_answer_whose_client_has_left_is_not_written(
     assert running.result(120) == b""
     wait_until(lambda: server.counts()["open_requests"] == 0)
     assert not written
+
+
+def test_the_calls_of_a_long_answer_are_parsed_in_a_thread(
+    start_server: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[type[threading.Thread]] = []
+
+    def message(*args: Any) -> ChatMessage:
+        threads.append(type(threading.current_thread()))
+        return message_of(*args)
+
+    monkeypatch.setattr(chat_writer, "message_of", message)
+    server = start_server(tick=0.0)
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": SMALL_TOKENS + 1}
+    assert server.post(CHAT, json=body).json()["usage"]["completion_tokens"] == SMALL_TOKENS + 1
+    assert threads == [WriterThread]
 
 
 def test_a_streamed_response_waits_for_no_thread_before_its_end(start_server: Callable[..., RunningServer]) -> None:

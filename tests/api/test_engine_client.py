@@ -183,6 +183,30 @@ def test_many_log_probabilities_are_written_in_a_thread_and_in_order(
     asyncio.run(main())
 
 
+def test_many_tokens_are_written_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their client has read slowly, and their calls must be parsed."""
+    monkeypatch.setattr(open_request, "SMALL_TOKENS", 2)
+
+    async def main() -> None:
+        client, _ = make()
+        with client.open(job()) as request:
+            (sequence,) = request.seq_ids
+            reader = Reader()
+            streaming = await begin_stream(client, request, reader)
+            reader.not_behind.clear()
+            client.dispatch([piece(sequence, "a") for _ in range(3)])
+            reader.not_behind.set()
+            for _ in range(3):
+                await asyncio.sleep(0)
+            assert (reader.in_thread, reader.taken) == ([[0]], [])
+            reader.may_end.set()
+            client.dispatch([piece(sequence, "b", "stop")])
+            await streaming
+            assert (reader.in_thread, reader.taken) == ([[0]], [[(0, "b", "stop")]])
+
+    asyncio.run(main())
+
+
 def test_log_probabilities_that_are_held_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(open_request, "MAX_LOGPROBS", 100)
     monkeypatch.setattr(open_request, "MAX_LOGPROBS_IN_ALL", 150)

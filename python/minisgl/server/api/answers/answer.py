@@ -22,7 +22,14 @@ from minisgl.server.api.answers.writer_thread import WriterThread
 from minisgl.server.api.http.connection import StreamBody, slices_of, stream_body_of
 from minisgl.server.api.http.errors import ApiError, internal_error
 from minisgl.server.api.requests.engine_client import EngineClient
-from minisgl.server.api.requests.open_request import SMALL_LOGPROBS, ClientGone, Delta, Job, OpenRequest
+from minisgl.server.api.requests.open_request import (
+    SMALL_LOGPROBS,
+    SMALL_TOKENS,
+    ClientGone,
+    Delta,
+    Job,
+    OpenRequest,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -230,7 +237,8 @@ class Answer:
         await asyncio.sleep(0)  # with thousands of choices each of these calls takes long: others get their turn
         usage = usage_of(request)
         write = partial(_unless_failed, request, lambda: self._writer.body(choices, usage))
-        data = await _written(write, request.num_logprobs, self._thread, in_thread=self._writer.in_thread)
+        in_thread = self._writer.in_thread or request.completion_tokens > SMALL_TOKENS
+        data = await _written(write, request.num_logprobs, self._thread, in_thread=in_thread)
         data = await self._writer.keep(data)
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
         self._started = True

@@ -27,6 +27,7 @@ MAX_LOGPROBS_IN_ALL = 2**25
 # A request may hold so many whatever others do, for a stream holds those of a step. If more must be written at a time,
 # a thread does it and not the event loop.
 SMALL_LOGPROBS = 4096
+SMALL_TOKENS = 4096  # tokens whose reasoning and calls are parsed in 10 to 30 ms; if they are more, a thread does it
 
 
 class Delta:
@@ -193,6 +194,7 @@ class OpenRequest:
         self._logprobs = logprobs
         self.num_logprobs = 0  # that it holds, also in its sink, of those of `logprobs`
         self._num_pending_logprobs = 0  # of these, the ones in `_pending`
+        self._num_pending_tokens = 0
         self._num_accepted = 0
         self._num_finished = 0
         self._cached_tokens: dict[int, int] = {}  # by prompt: the least among its choices, which the first one has
@@ -279,6 +281,7 @@ class OpenRequest:
         if output.logprobs or output.prompt_logprobs is not None:
             self._hold_logprobs(output)
         self.completion_tokens += num_ids(output.ids)
+        self._num_pending_tokens += num_ids(output.ids)
         if output.finish is not None:
             prompt = index // self.job.n
             cached = self._cached_tokens.get(prompt, output.cached_tokens)
@@ -364,6 +367,7 @@ class OpenRequest:
         """Return the pending deltas and the number of their log-probabilities; none are pending any more."""
         deltas, self._pending = self._pending.values(), {}
         num_logprobs, self._num_pending_logprobs = self._num_pending_logprobs, 0
+        self._num_pending_tokens = 0
         return deltas, num_logprobs
 
     def _num_to_write(self, sink: Sink) -> int:
@@ -372,7 +376,7 @@ class OpenRequest:
 
     def _writes_many(self, sink: Sink) -> bool:
         """Return True if the sink would take so long that a thread must do it."""
-        return self._num_to_write(sink) > SMALL_LOGPROBS
+        return self._num_to_write(sink) > SMALL_LOGPROBS or self._num_pending_tokens > SMALL_TOKENS
 
     def _give_to(self, sink: Sink) -> None:
         deltas, num_logprobs = self._take_pending()
