@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import zmq
 
@@ -217,7 +218,7 @@ class FakeEngine(threading.Thread):
                     yield Unanswered(query, status=500)
                 elif words[0] != "silent":
                     ids = pack_ids([len(word) for word in words])  # a token is its word's length
-                    yield Encoded(query, ids, words if strings else None)
+                    yield Encoded(query, ids, msgspec.json.encode(words) if strings else b"")
             case Decode(query, ids):
                 yield Decoded(query, " ".join("x" * token for token in unpack_ids(ids).tolist()))
             case Describe(query):

@@ -431,7 +431,7 @@ def test_questions_to_the_tokenizer(server: Server) -> None:
         inbox.send(to_tokenizer.Encode(8, TextPrompt("ab" * 100)))
         inbox.send(to_tokenizer.Encode(9, TextPrompt("a" * 1_000_001)))
         encoded, plain, refused, decoded, outside, described = (server.api.receive() for _ in range(6))
-        assert encoded == Encoded(1, pack_ids(ids), ["<s>", "▁hello", "▁", "ab"])
+        assert encoded == Encoded(1, pack_ids(ids), '["<s>","▁hello","▁","ab"]'.encode())
         assert plain == Encoded(2, pack_ids(ids[1:]))
         assert isinstance(refused, Unanswered)
         assert (refused.query_id, refused.field) == (3, "messages")

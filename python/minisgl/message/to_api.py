@@ -71,7 +71,7 @@ class Encoded(msgspec.Struct, frozen=True, tag=True):
 
     query_id: int
     ids: PackedIds
-    strings: list[str] | None = None
+    strings: bytes = b""  # JSON list of each token's string, if requested: a client gets it as it is
 
 
 class Decoded(msgspec.Struct, frozen=True, tag=True):

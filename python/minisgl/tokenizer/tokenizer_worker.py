@@ -196,7 +196,8 @@ def reply_to(query: Encode | Decode, tokenizer: TextTokenizer, limits: Limits) -
                     f"the prompt has {len(text)} characters; at most {MAX_CHARS_TO_ENCODE} are tokenized at a time",
                 )
             ids = tokenizer.encode(text, add_special_tokens)
-            return Encoded(query.query_id, pack_ids(ids), tokenizer.strings(ids) if query.strings else None)
+            strings = msgspec.json.encode(tokenizer.strings(ids)) if query.strings else b""
+            return Encoded(query.query_id, pack_ids(ids), strings)
         ids = unpack_ids(query.ids)
         check_vocabulary(ids, limits)
         return Decoded(query.query_id, tokenizer.decode(ids, skip_special_tokens=False))

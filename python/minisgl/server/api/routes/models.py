@@ -5,6 +5,8 @@ Bodies and answers of the tokenizer's routes have vLLM's form.
 
 from __future__ import annotations
 
+from typing import cast
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -95,7 +97,8 @@ class TokenRoutes(Routes):
             lambda query_id: Encode(query_id, prompt, body.return_token_strs), Encoded
         )
         ids = unpack_ids(reply.ids).tolist()
-        return json_response(Tokenized(len(ids), self._service.limits.max_seq_len, ids, reply.strings))
+        strings = cast(list[str], msgspec.Raw(reply.strings or b"null"))
+        return json_response(Tokenized(len(ids), self._service.limits.max_seq_len, ids, strings))
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of token ids."""
