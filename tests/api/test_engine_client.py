@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,6 +30,7 @@ from minisgl.server.api.http.errors import ApiError
 from minisgl.server.api.requests import open_request
 from minisgl.server.api.requests.engine_client import MAX_OPTION_BYTES, PROMPTS_A_TURN, EngineClient
 from minisgl.server.api.requests.open_request import ClientGone, Delta, Job, OpenRequest
+from minisgl.server.api.tracing import MAX_TRACED_SEQUENCES, Tracer
 
 
 class Outbox:
@@ -557,3 +559,21 @@ def test_options_are_not_multiplied_without_bound() -> None:
                 await asyncio.sleep(0)
 
     asyncio.run(main())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("opentelemetry") is None, reason="needs the extra otel")
+def test_a_request_of_many_choices_makes_few_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands would hold the event loop, and push out the spans of other requests."""
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")  # none is sent
+    tracer, started = Tracer("http://127.0.0.1:9", "m"), []
+    start = tracer._tracer.start_span
+    monkeypatch.setattr(tracer._tracer, "start_span", lambda *args, **more: started.append(1) or start(*args, **more))
+
+    async def main() -> None:
+        client, _ = make(max_sequences=1000)
+        with client.open(job(n=1000)) as request:
+            client.dispatch([piece(seq_id, "a", "stop") for seq_id in request.seq_ids])
+            tracer.record(request, "id", {"headers": [], "path": "/v1/completions"})
+
+    asyncio.run(main())
+    assert len(started) == 1 + MAX_TRACED_SEQUENCES

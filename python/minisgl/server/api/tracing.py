@@ -1,8 +1,8 @@
 """OpenTelemetry traces of requests, through the library (extra `otel`), with the attributes of its GenAI conventions.
 
-A request is one span, made when its answer has ended, and each of its sequences three below it: `queue` (from its
-arrival to its first step, tokenization included), `prefill` (to its first token) and `decode` (to its last). The times
-were taken anyway, for /metrics, so tokens cost nothing; spans are sent from a thread of the library.
+A request is one span, made when its answer has ended, and each of its first sequences three below it: `queue` (from
+its arrival to its first step, tokenization included), `prefill` (to its first token) and `decode` (to its last). The
+times were taken anyway, for /metrics, so tokens cost nothing; spans are sent from a thread of the library.
 https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/
 """
 
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
     from minisgl.server.api.requests.open_request import OpenRequest
 
+# Sequences of a request that have spans. Those of 8,192 would hold the event loop for 0.4 s, and the library, which
+# keeps 2,048 spans until it sends them, would drop those of other requests.
+MAX_TRACED_SEQUENCES = 64
 FLUSH_MILLISECONDS = 1000  # at the server's end, for spans that have not been sent
 OPERATIONS = {
     "/v1/chat/completions": "chat",
@@ -77,7 +80,7 @@ class Tracer:
         if request.has_failed or any(clock.reason in (None, "abort", "error") for clock in request.clocks):
             span.set_status(trace.StatusCode.ERROR)
         context = trace.set_span_in_context(span)
-        for index, clock in enumerate(request.clocks):
+        for index, clock in enumerate(request.clocks[:MAX_TRACED_SEQUENCES]):
             for name, begin, end in phases(clock):
                 phase: Span = self._tracer.start_span(
                     name,
