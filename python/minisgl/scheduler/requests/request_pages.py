@@ -79,19 +79,19 @@ class RequestPages:
         return self._cache.match(request.token_ids[: usable * self._page_size], request.salt)
 
     def coming(self, request: Request, cached_len: int, running: IndexArray) -> Awaited | None:
-        """Return the prefix of a request that a running prefill will put into the cache; None if it is no longer."""
+        """Return a longer prefix of a request that a running prefill will put into the cache; None if there is none."""
         if not self._cache.keeps_prefixes:
             return None
         table, tokens = self._table, request.token_ids
         for slot in running[table.cached_len[running] < table.entry_len[running]].tolist():
             known = table.tokens[slot, : min(int(table.entry_len[slot]), len(tokens) - 1)]
             # Most prompts differ in the first page that is not cached, and many share a long cached prefix.
-            first, end = max(cached_len, int(table.cached_len[slot])), cached_len + self._page_size
+            computed, end = int(table.cached_len[slot]), cached_len + self._page_size
             if end > len(known) or table.request(slot).salt != request.salt:
                 continue
             if np.array_equal(known[cached_len:end], tokens[cached_len:end]):
                 length = common_length(known, tokens) // self._page_size * self._page_size
-                if length > first:
+                if length > max(cached_len, computed):
                     return Awaited(table.request(slot).seq_id, length)
         return None
 

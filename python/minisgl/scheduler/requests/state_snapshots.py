@@ -79,7 +79,7 @@ class StateSnapshots:
         self._plan(slot, prefix.cached_len)
 
     def coming(self, request: Request, cached_len: int, running: IndexArray) -> Awaited | None:
-        """Return the prefix of a request, longer than that in the cache, of which a running one will save a snapshot.
+        """Return a longer prefix of a request of which a running one will save a snapshot; None if there is none.
 
         If the two share a prefix that is still to be computed, this requests a snapshot at its end.
         """
@@ -98,7 +98,7 @@ class StateSnapshots:
         return None
 
     def _next_snapshot(self, slot: int, least: int, most: int) -> int | None:
-        """Return where the slot's request will save a snapshot between `least` and `most`, near the latter."""
+        """Return where the slot's request will save a snapshot between `least` and `most`, near the latter, if it will."""
         row, computed = self._rows[slot], int(self._table.cached_len[slot])
         if least <= self._due.get(slot, _NOWHERE) <= most:
             return self._due[slot]
