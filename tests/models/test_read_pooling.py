@@ -21,6 +21,8 @@ CONFIG = {
     "num_attention_heads": 2,
     "max_position_embeddings": 128,
 }
+GRANITE = {"architectures": ["GraniteModel"], "logits_scaling": 8.0}
+GENERIC = {"model_type": "starcoder2", "tie_word_embeddings": True}
 LAST = {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False, "include_prompt": True}
 
 
@@ -61,6 +63,23 @@ def test_pooling_is_read_from_the_checkpoint(tmp_path: Path) -> None:
     assert (pooling(classes).labels, pooling(classes).activation) == (("bad", "good"), "softmax")
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        GRANITE,  # its logits are scaled, its states are not
+        {"architectures": ["Gemma3TextModel"], "head_dim": 16, "num_key_value_heads": 2},  # not Gemma3Model
+    ],
+)
+def test_embeddings_of_other_families(changes: dict[str, Any], tmp_path: Path) -> None:
+    assert pooling(folder(tmp_path, **changes)).makes == "embedding"
+
+
+def test_a_language_model_of_an_older_name_generates(tmp_path: Path) -> None:
+    names = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
+    for runner in ("auto", "generate"):
+        assert load_model_config(folder(tmp_path, **names), runner).pooling is None
+
+
 def test_causal_rerankers(tmp_path: Path) -> None:
     """The two answers are named by words as in vLLM, or by the ids of LogitScore."""
     (tmp_path / "words").mkdir()
@@ -80,6 +99,8 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     ({"architectures": ["Qwen3Model"]}, ("generate",), "Qwen3Model has no head that generates"),
     ({"architectures": ["Qwen3Model"]}, ("pooling", "classify"), "Qwen3Model has no head whose logits"),
     ({"architectures": ["Qwen3ForSequenceClassification"]}, ("auto", "embed"), "is a classifier"),
+    ({**GRANITE, "architectures": ["GraniteForCausalLM"]}, ("pooling", "classify"), "whose logits are scaled"),
+    ({**GENERIC, "architectures": ["Starcoder2Model"]}, (), "Starcoder2Model is computed by transformers"),
     ({}, ("auto", "classify"), "--convert classify is for --runner pooling"),
     ({}, ("pooling", "classify"), 'no token "no"'),
     ({"steps": {"Transformer": {}, "Pooling": {"pooling_mode": "cls"}}}, (), r'pooling \["cls"\] is not supported'),

@@ -69,8 +69,6 @@ def load_model_config(
         raw = {**raw, "quantization_config": {"quant_method": "modelopt", **quantized}}
     generation = read_object(folder / "generation_config.json")
     model = parse_config(raw, generation, tokenizer_eos(folder), implementation)
-    if model.transformers is not None and runner == "auto":
-        return model
     pooling = read_pooling(folder, raw, model, runner, convert)
     if pooling is not None and model.transformers is not None:
         raise UnsupportedModel(f"{model.architecture} is computed by transformers, which pools nothing here")
@@ -91,7 +89,7 @@ def _pooling_model(model: ModelConfig, pooling: PoolingConfig) -> ModelConfig:
 
     No prompt is longer than what it was made for.
     """
-    bare = tuple((name, f"model.{name}") for name in ("embed_tokens.", "layers.", "norm."))
+    bare = tuple((name, f"model.{name}") for name in ("embed_tokens", "layers.", "norm.", "per_layer_"))
     reads_head = pooling.is_causal_reranker and not model.tie_word_embeddings
     names = dataclasses.replace(
         model.checkpoint,
@@ -124,7 +122,8 @@ def _read_architecture(raw: Mapping[str, Any], implementation: ModelImplementati
         raise UnsupportedModel("config.json names no architecture (key architectures)")
     for name in map(str, names):
         for ending in ("", CLASSIFIER, HEADLESS):
-            family = name if not ending else name.removesuffix(ending) + CAUSAL
+            # Text models of families with vision towers are named Gemma3TextModel, but Gemma3ForCausalLM.
+            family = name if not ending else name.removesuffix(ending).removesuffix("Text") + CAUSAL
             if name.endswith(ending) and family in FAMILIES and implementation != "transformers":
                 return FAMILIES[family](family, ConfigReader(raw))
     if any(_ENCODERS.search(str(name)) for name in names):

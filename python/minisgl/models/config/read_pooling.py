@@ -32,18 +32,16 @@ def read_pooling(
     names = [str(name) for name in raw["architectures"]]
     name = next((name for name in names if name.endswith((*_GENERATING, CLASSIFIER, HEADLESS))), names[0])
     steps = _steps(folder)
-    generates = not name.endswith((CLASSIFIER, HEADLESS))
+    generates = not name.endswith((CLASSIFIER, HEADLESS)) or name.endswith("LMHeadModel")  # GPT2LMHeadModel
     if runner == "generate" or (runner == "auto" and not steps and generates):
         if not generates:
             raise UnsupportedModel(f"architecture {name} has no head that generates text: use --runner pooling")
         if convert != "auto":
             raise UnsupportedModel(f"--convert {convert} is for --runner pooling")
         return None
-    if model.logits_softcap is not None or model.logits_scale != 1.0:
-        raise UnsupportedModel(f"--runner pooling is not supported for {name}, whose logits are scaled")
     classifies = name.endswith(CLASSIFIER) or "LogitScore" in steps
     if convert == "classify" or (convert == "auto" and classifies):
-        return _classifier(folder, raw, name, steps)
+        return _classifier(folder, raw, model, name, steps)
     if name.endswith(CLASSIFIER):
         raise UnsupportedModel(f"--convert embed: {name} is a classifier")
     return _embedding(folder, model, steps)
@@ -85,7 +83,9 @@ def _method(pooling: Mapping[str, Any]) -> PoolingMethod:
     return method
 
 
-def _classifier(folder: Path, raw: Mapping[str, Any], name: str, steps: Mapping[str, Path]) -> PoolingConfig:
+def _classifier(
+    folder: Path, raw: Mapping[str, Any], model: ModelConfig, name: str, steps: Mapping[str, Path]
+) -> PoolingConfig:
     if name.endswith(CLASSIFIER):
         named = raw.get("id2label")
         labels = [str(label) for _, label in sorted(named.items(), key=lambda item: int(item[0]))] if named else []
@@ -96,6 +96,8 @@ def _classifier(folder: Path, raw: Mapping[str, Any], name: str, steps: Mapping[
         )
     if not name.endswith(CAUSAL):
         raise UnsupportedModel(f"--convert classify: {name} has no head whose logits could be compared")
+    if model.logits_softcap is not None or model.logits_scale != 1.0:
+        raise UnsupportedModel(f"--convert classify is not supported for {name}, whose logits are scaled")
     return PoolingConfig(
         makes="classes",
         method="last",
