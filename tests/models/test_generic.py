@@ -199,6 +199,23 @@ def test_a_model_that_is_no_causal_language_model_is_refused_in_one_sentence(tmp
         load_model_config(tmp_path)
 
 
+def test_ropes_that_depend_on_the_longest_sequence_are_refused(tmp_path: Path) -> None:
+    """A step's batch would choose the frequencies, and keys in the cache would have others."""
+    save("starcoder2", tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+
+    def read(**rope: Any) -> int:
+        (tmp_path / "config.json").write_text(json.dumps({**raw, "rope_parameters": {**rope, "rope_theta": 10000.0}}))
+        return load_model_config(tmp_path).max_position_embeddings
+
+    factors = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    assert read(**factors, original_max_position_embeddings=256) == 256  # never beyond the original length
+    with pytest.raises(UnsupportedModel, match=r"max_position_embeddings is 256, original_max_position_embeddings 255"):
+        read(**factors, original_max_position_embeddings=255)
+    with pytest.raises(UnsupportedModel, match='rope type "dynamic" is not supported'):
+        read(rope_type="dynamic", factor=2.0)
+
+
 def test_other_refusals(tmp_path: Path) -> None:
     save("starcoder2", tmp_path)
     with pytest.raises(UnsupportedModel, match="Starcoder2ForCausalLM is not supported; known are"):

@@ -20,6 +20,7 @@ def read_generic(architecture: str, raw: Mapping[str, Any]) -> ModelConfig:
     content = json.dumps(raw)
     try:
         text = hf_config(content).get_text_config(decoder=True)
+        _check_ropes(text)
         model = make_empty(content)
         found, merged = probe(model)
     except UnsupportedModel:
@@ -51,3 +52,20 @@ def read_generic(architecture: str, raw: Mapping[str, Any]) -> ModelConfig:
             tp_sizes=tuple(dict.fromkeys(divided_sizes(model, model._tp_plan, kv_heads))),
         ),
     )
+
+
+def _check_ropes(text: Any) -> None:
+    """Raise UnsupportedModel for frequencies that depend on the longest sequence of a step.
+
+    A token's would change with the batch, and cached keys would have been rotated by others.
+    """
+    parameters, positions = getattr(text, "rope_parameters", None) or {}, getattr(text, "max_position_embeddings", 0)
+    for rope in (parameters, *parameters.values()):  # one for all layers, or one for each type of layer
+        kind = rope.get("rope_type") if isinstance(rope, dict) else None
+        if kind == "dynamic":
+            raise UnsupportedModel('rope type "dynamic" is not supported: it depends on the longest sequence')
+        if kind == "longrope" and positions > (original := rope.get("original_max_position_embeddings", positions)):
+            raise UnsupportedModel(
+                'rope type "longrope" is not supported beyond the original length: max_position_embeddings is '
+                f"{positions}, original_max_position_embeddings {original}"
+            )
