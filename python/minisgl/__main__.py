@@ -16,7 +16,7 @@ from minisgl.logs import configure_logging, set_up_logging
 from minisgl.models.config.generation_config import load_sampling_defaults
 from minisgl.models.load_config import load_engine_model
 from minisgl.pooling.pooling_config import NO_TEXT
-from minisgl.process.machine import open_standard_streams, raise_open_files
+from minisgl.process.machine import open_standard_streams, raise_open_files, wait_for_children
 from minisgl.server.api.tracing import check_otel
 from minisgl.server.supervisor import Supervisor, bind
 
@@ -32,6 +32,7 @@ def main() -> int:
 
         return doctor(sys.argv[2:])
     open_standard_streams()
+    wait_for_children()
     set_up_logging()
     try:
         config, find = parse_args(sys.argv[1:])

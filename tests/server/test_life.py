@@ -390,6 +390,17 @@ def test_a_dead_worker_ends_the_server_with_an_error_to_every_request(worker: st
         assert not any(map(is_alive, pids.values()))
 
 
+def test_a_parent_that_ignores_the_ends_of_children_changes_nothing(folder: Path) -> None:
+    """Before, nobody could wait for the trial of a grammar, nor learn how a worker had died."""
+    with Server("--model", str(folder), ignored="CHLD") as server:
+        body = {"prompt": "abc", "max_tokens": 8, "structured_outputs": {"regex": "[ab]{2}"}}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE)
+        assert answer.status_code == 200, answer.text
+        os.kill(worker_pids(server.process.pid)[SCHEDULER], signal.SIGKILL)
+        assert server.wait() == 1
+        assert server.log[-1].endswith("the process scheduler-0 died (killed by signal 9)")
+
+
 def test_a_stopped_rank_ends_the_server_with_an_error_to_every_request(folder: Path) -> None:
     """A collective would wait for 300 seconds. A server that waits for requests is not taken for a hanging one."""
     with Server("--model", str(folder), "--tp", "2", "--hang-timeout", "3") as server:

@@ -26,15 +26,16 @@ class Server:
     """A running server. Use it as a context manager.
 
     It is started as from a terminal, also where the tests run under nohup, which makes children ignore SIGHUP.
-    `before` is a line of shell that comes first.
+    `before` is a line of shell that comes first; `ignored` names a signal that the server inherits as ignored.
     """
 
-    def __init__(self, *args: str, before: str = ":") -> None:
+    def __init__(self, *args: str, before: str = ":", ignored: str | None = None) -> None:
         # The key that our own questions carry, if the server wants one.
         self.api_key = args[args.index("--api-key") + 1] if "--api-key" in args else "none"
         # A run directory of our own, so that what is left in it can be seen.
         self.tmp = tempfile.mkdtemp(prefix="minisgl-test-")
-        command = ["env", "--default-signal=HUP", sys.executable, "-m", "minisgl", "--port", "0", *args]
+        signals = ["--default-signal=HUP", *([f"--ignore-signal={ignored}"] if ignored else [])]
+        command = ["env", *signals, sys.executable, "-m", "minisgl", "--port", "0", *args]
         self.process = subprocess.Popen(
             ["sh", "-c", f"{before} && exec {shlex.join(command)}"],
             stdout=subprocess.DEVNULL,

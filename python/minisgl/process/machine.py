@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import signal
 import tempfile
 from collections.abc import Mapping
 
@@ -45,6 +46,14 @@ def open_standard_streams() -> None:
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest number that is free
         os.set_inheritable(fd, True)
     os.close(fd)
+
+
+def wait_for_children() -> None:
+    """Let this process and its children learn how their children end.
+
+    Some programs ignore SIGCHLD, which the programs that they start inherit: then nobody can wait for a process.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def raise_open_files(max_queued_requests: int) -> int:

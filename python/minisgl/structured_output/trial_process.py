@@ -29,6 +29,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from msgspec.json import decode, encode
 
 from minisgl.process.child import leave_signals_to_parent
+from minisgl.process.machine import wait_for_children
 from minisgl.sampling_params import Grammar, InvalidRequest
 from minisgl.structured_output.grammar_template import owner_of
 from minisgl.structured_output.translate import (
@@ -49,6 +50,7 @@ _IN_SCHEMA = re.compile(r"^at (\d+)\(\d+\): failed to compile JSON schema: ")  #
 def main() -> None:
     """Run the process: fork one for each grammar, until the input is closed."""
     leave_signals_to_parent()
+    wait_for_children()
     _Forks(sys.stdin.fileno(), sys.stdout.fileno()).run()
 
 
