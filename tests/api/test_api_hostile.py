@@ -438,6 +438,28 @@ def test_large_bodies_that_are_held_together_are_bounded(
         assert server.post(COMPLETIONS, json=large).status_code == 200
 
 
+def test_objects_of_bodies_that_are_held_together_are_bounded(
+    start_server: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take ten times the bytes of their bodies."""
+    monkeypatch.setattr("minisgl.server.api.app.LARGEST_BODIES", 3)
+    server = start_server(max_body_bytes=2**20)
+    arrays = {"chat_template_kwargs": {"a": [[]] * 15_000}}  # 60 KB, 2 MB as objects
+    held = RawClient(server.port)
+    held.post(CHAT, {"messages": [{"role": "user", "content": "hold"}], **arrays})
+    server.engine.wait_for(Generate)
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    assert server.post(CHAT, json=body | arrays).status_code == 503
+    assert server.post(CHAT, json=body).status_code == 200
+    held.leave()
+    server.assert_idle()
+    for _ in range(100):
+        if server.post(CHAT, json=body | arrays).status_code == 200:
+            break
+    else:
+        raise AssertionError("what left is still counted")
+
+
 def test_small_bodies_that_are_held_together_are_bounded(
     start_server: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,8 @@ B = TypeVar("B", bound=Body)
 
 MAX_VALUES = 65_536  # strings (names of fields included), objects and arrays
 MAX_ITEMS = 262_144  # values separated by commas, most of which are token ids
+# Memory of a value besides its text, and of a number in a list. Tools take ten times their bytes.
+VALUE_BYTES, ITEM_BYTES = 100, 32
 SCANNED_A_TURN = 2**20  # bytes whose values are counted in one turn of the event loop: 5 ms
 HAVE_CHECKS = frozenset({"prompt", "input_ids", "tokens"})  # fields whose numbers are checked elsewhere
 CONTAINERS = frozenset({dict, list})
@@ -129,14 +131,14 @@ async def _read_body(request: Request, max_bytes: int) -> bytearray:
     return data
 
 
-async def check_size(data: bytes | bytearray, max_items: int) -> None:
-    """Raise ApiError if the JSON has too many values or items."""
-    if len(data) <= MAX_VALUES:  # it cannot have more values than bytes
-        return
+async def size_of_objects(data: bytes | bytearray, max_items: int) -> int:
+    """Return about how many bytes the objects of a JSON text take; ApiError if it has too many values or items."""
     scan = BodyScan(max_items)
     for start in range(0, len(data), SCANNED_A_TURN):
+        if start:
+            await asyncio.sleep(0)
         scan.feed(data[start : start + SCANNED_A_TURN])
-        await asyncio.sleep(0)
+    return scan.values * VALUE_BYTES + scan.items * ITEM_BYTES
 
 
 def read_fields(data: bytes | bytearray) -> dict[str, Any]:

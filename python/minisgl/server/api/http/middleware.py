@@ -112,8 +112,9 @@ def _request_id(scope: Scope) -> bytes:
 class BodyBudgetMiddleware:
     """Bounds the bytes of all bodies that are held, from their arrival until their requests are answered.
 
-    What is read from the store for a request counts like its body: see `hold_bytes`. The first SMALL_BODY bytes of each
-    request have a budget of their own, so that ordinary requests are served while large ones wait.
+    The objects that are made of a body, and what is read from the store for a request, count like its body: see
+    `hold_bytes`. The first SMALL_BODY bytes of each request have a budget of their own, so that ordinary requests are
+    served while large ones wait.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:

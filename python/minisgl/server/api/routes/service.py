@@ -25,16 +25,16 @@ from minisgl.server.api.bodies.read_body import (
     MAX_ITEMS,
     B,
     check_numbers,
-    check_size,
     read_body,
     read_fields,
+    size_of_objects,
     validate,
 )
 from minisgl.server.api.bodies.request_body import Body, RequestBody
 from minisgl.server.api.bodies.tools import ToolUse
 from minisgl.server.api.http.errors import ApiError, model_not_found
 from minisgl.server.api.http.gates import client_of
-from minisgl.server.api.http.middleware import SMALL_BODY, request_id_of
+from minisgl.server.api.http.middleware import SMALL_BODY, hold_bytes, request_id_of
 from minisgl.server.api.metrics import EngineLoad
 from minisgl.server.api.requests.engine_client import EngineClient, Heartbeat
 from minisgl.server.api.requests.open_request import Job
@@ -112,7 +112,8 @@ class Service:
         http = self.config.http
         data = await read_body(request, http.max_body_bytes, http.receive_timeout)
         async with self.parsing[len(data) > SMALL_BODY]:
-            await check_size(data, max(MAX_ITEMS, self.limits.max_seq_len))  # a prompt of ids may fill the context
+            max_items = max(MAX_ITEMS, self.limits.max_seq_len)  # a prompt of ids may fill the context
+            hold_bytes(request, await size_of_objects(data, max_items))
             fields = read_fields(data)
             await asyncio.sleep(0)  # each of these calls takes long for a large body: others get their turn
             check_numbers(fields)
