@@ -98,7 +98,7 @@ class StateSnapshots:
         return None
 
     def _next_snapshot(self, slot: int, least: int, most: int) -> int | None:
-        """Return where the slot's request will save a snapshot, near `most`; None if it will not."""
+        """Return where the slot's request will save a snapshot between `least` and `most`, near the latter; or None."""
         row, computed = self._rows[slot], int(self._table.cached_len[slot])
         if least <= self._due.get(slot, _NOWHERE) <= most:
             return self._due[slot]
