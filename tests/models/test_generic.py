@@ -21,7 +21,10 @@ from minisgl import LLM, SamplingParams
 from minisgl.config import ConfigError
 from minisgl.distributed import SingleRank
 from minisgl.distributed.shared_memory import SharedMemoryTP
+from minisgl.kernel.torch_ops import TorchOps
+from minisgl.layers.linear import bind_weights
 from minisgl.models.config.model_config import UnsupportedModel, WeightError
+from minisgl.models.generic.linears import MergedLinear
 from minisgl.models.generic.meta_run import check_sharding
 from minisgl.models.generic.numeric_probe import GatedForm, NormForm, gated_form, norm_form
 from minisgl.models.load_config import load_model_config
@@ -173,6 +176,16 @@ def test_norms_and_blocks_by_numbers() -> None:
     assert norm_form(LlamaRMSNorm(32, 1e-5)) == NormForm(1e-5, float32=False, unit_offset=False)
     assert norm_form(Gemma3RMSNorm(32, 1e-5)) == NormForm(1e-5, float32=True, unit_offset=True)
     assert norm_form(torch.nn.LayerNorm(32, bias=False)) is None
+
+
+def test_layers_with_and_without_a_bias_are_one_product() -> None:
+    layers = [torch.nn.Linear(8, 4, bias=False), torch.nn.Linear(8, 6), torch.nn.Linear(8, 2, bias=False)]
+    merged = MergedLinear(layers, "whole", SingleRank())
+    bind_weights(merged, TorchOps())
+    x = torch.randn(3, 8)
+    with torch.inference_mode():
+        for index, layer in enumerate(layers):
+            assert torch.allclose(merged.part(index, x), layer(x), atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -101,14 +101,17 @@ class MergedLinear(Linear):
         super().__init__()
         if form not in ("whole", "column"):
             raise ValueError(f"no merged product is divided by {form}")
-        weights = [_weight_of(module) for module in modules]
-        biases = [bias for bias in map(_bias_of, modules) if bias is not None]
+        weights, found = [_weight_of(module) for module in modules], [_bias_of(module) for module in modules]
+        biases = [
+            weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in zip(weights, found, strict=True)
+        ]
         if form == "column":
             weights = [share(weight, 0, tp) for weight in weights]
             biases = [share(bias, 0, tp) for bias in biases]
         self.widths = [len(weight) for weight in weights]
         self.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
-        self.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
+        has_bias = any(bias is not None for bias in found)
+        self.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if has_bias else None
         self._input: Tensor | None = None
         self._waiting: dict[int, Tensor] = {}  # results of the last product for layers that have not been called since
 
