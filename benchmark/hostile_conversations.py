@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import socket
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -25,7 +26,6 @@ from hostile_grammars import DemoServer
 from measuring.server_process import exit_on_sigterm
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-JSON = {"content-type": "application/json"}
 HELLO = {"role": "user", "content": "hello"}
 WORKERS = ("minisgl.server.api.api_process:run", "minisgl.tokenizer.tokenizer_worker:run")
 SLOW_REGEX = "(((a{99}){99}){99}){2}"  # refused after 2 s
@@ -87,16 +87,21 @@ def references(url: str) -> str:
 
 
 def many_with_tools(url: str) -> str:
-    """Send 150 conversations at once, each with tools that the template writes for a tenth of a second."""
+    """Send 150 conversations that end at once, each with tools that the template writes for a tenth of a second."""
     parameters = {"type": "object", "properties": {"a": {"type": "string"}}}
     tools = [
         {"type": "function", "function": {"name": f"f{i}", "description": "d", "parameters": parameters}}
         for i in range(3300)
     ]
     body = json.dumps({"messages": [HELLO], "tools": tools, "max_tokens": 1}).encode()
-    with ThreadPoolExecutor(150) as pool:
-        answers = [pool.submit(httpx.post, url + CHAT, content=body, headers=JSON, timeout=300) for _ in range(150)]
-    return str({answer.result().status_code for answer in answers})
+    server = httpx.URL(url)
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    connections = [socket.create_connection((server.host, server.port), timeout=300) for _ in range(150)]
+    for connection in connections:
+        connection.sendall(head.encode() + body[:-1])
+    for connection in connections:
+        connection.sendall(body[-1:])
+    return str(Counter(connection.makefile("rb").readline().split()[1].decode() for connection in connections))
 
 
 def idle(_: str) -> str:
