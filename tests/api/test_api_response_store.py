@@ -19,9 +19,11 @@ import openai
 import pytest
 from api_harness import RawClient, RunningServer
 from fake_engine import wait_until
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from minisgl.config import ConfigError
 from minisgl.message.to_tokenizer import Generate
+from minisgl.server.api.http.connection import MAX_WRITE_BYTES
 from minisgl.server.api.responses.store import Entry, MissingResponse, ResponseStore, TooMuchStored
 
 PATH = "/v1/responses"
@@ -105,6 +107,21 @@ def test_a_response_that_is_cancelled_while_it_ends_has_one_end(server: RunningS
     assert last.type == "response.failed"
     assert cancelled.status == "cancelled"
     assert cancelled == last.response == ours.responses.retrieve(created.response.id)
+
+
+def test_a_large_response_is_sent_in_many_turns(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To encrypt 200 MB takes a tenth of a second."""
+    stored = client(server).responses.create(**say("x" * 1_000_000))
+    sizes: list[int] = []
+    send = RequestResponseCycle.send
+
+    async def record(cycle: RequestResponseCycle, message: Any) -> None:
+        sizes.append(len(message.get("body", b"")))
+        await send(cycle, message)
+
+    monkeypatch.setattr(RequestResponseCycle, "send", record)
+    assert client(server).responses.retrieve(stored.id) == stored
+    assert max(sizes) == MAX_WRITE_BYTES
 
 
 def test_a_response_belongs_to_its_key(server: RunningServer) -> None:

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from minisgl.server.api.answers.large_json import encode_large
 from minisgl.server.api.answers.writer_thread import WriterThread
-from minisgl.server.api.http.connection import StreamBody, slices_of, stream_body_of
+from minisgl.server.api.http.connection import StreamBody, send_json, stream_body_of
 from minisgl.server.api.http.errors import ApiError, internal_error
 from minisgl.server.api.requests.engine_client import EngineClient
 from minisgl.server.api.requests.open_request import (
@@ -240,13 +240,8 @@ class Answer:
         in_thread = self._writer.in_thread or request.completion_tokens > SMALL_TOKENS
         data = await _written(write, request.num_logprobs, self._thread, in_thread=in_thread)
         data = await self._writer.keep(data)
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
         self._started = True
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        for one, is_last in slices_of(data):
-            await send({"type": "http.response.body", "body": one, "more_body": not is_last})
-            if not is_last:
-                await asyncio.sleep(0)
+        await send_json(data, send)
 
     async def _send_error(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._started:

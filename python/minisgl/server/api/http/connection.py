@@ -9,7 +9,7 @@ from http import HTTPStatus
 from typing import Any
 
 import httptools
-from starlette.types import Scope
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from minisgl.server.api.http.errors import ApiError, head_too_large, invalid
@@ -226,6 +226,26 @@ class StreamBody:
                 self.write(one)
                 await asyncio.sleep(0)
                 await self.caught_up()
+
+
+async def send_json(data: bytes, send: Send) -> None:
+    """Send an answer of JSON that may be large. Others get their turn between its slices."""
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    for one, is_last in slices_of(data):
+        await send({"type": "http.response.body", "body": one, "more_body": not is_last})
+        if not is_last:
+            await asyncio.sleep(0)
+
+
+class LargeJson:
+    """Answer of JSON that may be large, for a route to return."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
+        await send_json(self._data, send)
 
 
 def slices_of(data: bytes) -> Iterator[tuple[bytes, bool]]:

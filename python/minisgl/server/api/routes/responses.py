@@ -16,6 +16,7 @@ from minisgl.message.to_tokenizer import ChatPrompt, Encode
 from minisgl.message.types import num_ids
 from minisgl.server.api.answers.answer import Answer
 from minisgl.server.api.answers.large_json import encode_large
+from minisgl.server.api.http.connection import LargeJson
 from minisgl.server.api.http.errors import ApiError, invalid, under_clients_names
 from minisgl.server.api.http.gates import owner_of
 from minisgl.server.api.http.middleware import hold_bytes
@@ -77,12 +78,11 @@ class ResponsesRoutes(Routes):
             reply = await self._service.ask_tokenizer(lambda query_id: Encode(query_id, prompt), Encoded)
         return json_response(InputTokens(num_ids(reply.ids)))
 
-    async def retrieve(self, request: Request) -> HttpResponse:
+    async def retrieve(self, request: Request) -> LargeJson:
         """Return a stored response."""
         if request.query_params.get("stream", "false").lower() == "true":
             raise invalid("stream", "stream: a stored response cannot be streamed again")
-        data = await self._history(request).response(request.path_params["response_id"])
-        return HttpResponse(data, media_type="application/json")
+        return LargeJson(await self._history(request).response(request.path_params["response_id"]))
 
     async def delete(self, request: Request) -> HttpResponse:
         """Delete a stored response."""
@@ -90,14 +90,14 @@ class ResponsesRoutes(Routes):
         await self._history(request).delete(id)
         return json_response(DeletedResponse(id))
 
-    async def cancel(self, request: Request) -> HttpResponse:
+    async def cancel(self, request: Request) -> LargeJson:
         """Cancel a response that is being generated."""
         id, history = request.path_params["response_id"], self._history(request)
         running = self._open.get(id)
         if running is not None and running.owner == history.owner:
             response = running.writer.cancel()
             self._service.client.abort(id)
-            return HttpResponse(await asyncio.to_thread(encode_large, response), media_type="application/json")
+            return LargeJson(await asyncio.to_thread(encode_large, response))
         await history.response(id)  # ApiError if there is none
         raise ApiError(400, f"the response {id:.80} has ended, so it cannot be cancelled", code="response_ended")
 
