@@ -173,11 +173,16 @@ def test_signals_are_the_supervisors_to_handle(process: Process, signum: int) ->
 
 
 def test_a_message_it_does_not_know_ends_it(process: Process, engine: FakeEngine) -> None:
-    """A process that ignored the message could leave a request without an answer."""
+    """A process that ignored the message could leave a request without an answer. Waiting clients get an error."""
     process.serve()
+    client = RawClient(process.port)
+    client.post("/v1/completions", STREAM)
+    client.read_until(b"data: ")
     engine.say({"type": "Nonsense"})  # type: ignore[arg-type]
     assert isinstance(failed := process.pipe.receive(), Failed)
     assert "Nonsense" in failed.message
+    process.pipe.send(Shutdown("the process api has failed", grace=86_400.0))
+    assert b"the process api has failed" in client.read_all()
     assert process.end() == 1
 
 

@@ -86,6 +86,11 @@ async def serve(worker: Worker, sock: socket.socket) -> None:
     beating = asyncio.create_task(heartbeat.beat_forever())
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     ended, _ = await asyncio.wait({receiving, beating, serving}, return_when=asyncio.FIRST_COMPLETED)
+    for task in ended - {serving}:
+        # Reported while the event loop still runs: the supervisor then has it answer the clients and end. A loop that
+        # is closed instead cuts them off, and cannot be closed at all if there is no memory left.
+        worker.failed(f"{type(task.exception()).__name__}: {task.exception()}")
+        await serving
     draining.cancel()
     if tracer is not None:
         await asyncio.to_thread(tracer.close)
