@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import shutil
 import threading
@@ -9,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -140,6 +142,20 @@ def test_without_a_compiler_torch_multiplies_few_rows_and_the_log_says_so(
         if capable:
             assert caplog.text.count(reason) == 1
     assert [file.name for file in tmp_path.rglob("*.so")] == []
+
+
+def test_a_broken_library_in_the_cache_is_compiled_again(tmp_path: Path) -> None:
+    compiler = tmp_path / "g++"
+    environ = {"CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path)}
+
+    def compile_to(file: Path) -> ctypes.CDLL:
+        compiler.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\ncp {file} "$2"\n')
+        compiler.chmod(0o755)
+        return load_library("int4_cpu.cpp", environ=environ)
+
+    with pytest.raises(CompilationError, match="cannot be compiled or loaded"):
+        compile_to(compiler)
+    assert compile_to(Path(msgspec._core.__file__))
 
 
 def test_without_a_home_folder_nothing_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def load_library(file: str, *flags: str, environ: Mapping[str, str] = os.environ
     try:
         cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minisgl" / "cpu"
         library = cache / f"{source.stem}-{key}.so"
-        if library.exists():
+        with suppress(OSError):  # there is none, or a broken one, as after a loss of power
             return ctypes.CDLL(str(library))
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:  # another process may be doing the same
