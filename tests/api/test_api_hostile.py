@@ -7,6 +7,7 @@ import gc
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -27,8 +28,10 @@ from minisgl.server.api.answers.large_json import slices
 from minisgl.server.api.answers.logprob_forms import ChatLogprob, chat_logprob
 from minisgl.server.api.answers.writer_thread import WriterThread
 from minisgl.server.api.api_process import COLLECT_AFTER
+from minisgl.server.api.bodies.parsing_turns import BYTES_AT_ONCE, ParsingTurns
 from minisgl.server.api.bodies.read_body import MAX_ITEMS, MAX_VALUES, BodyScan, check_numbers, read_fields
 from minisgl.server.api.http.errors import ApiError
+from minisgl.server.api.http.middleware import SMALL_BODY
 from minisgl.server.api.requests.open_request import SMALL_LOGPROBS, SMALL_TOKENS
 from minisgl.server.api.responses import writer
 from minisgl.server.api.routes import service
@@ -242,19 +245,47 @@ def parsed_together(server: RunningServer, monkeypatch: pytest.MonkeyPatch, size
     return parsed
 
 
-@pytest.mark.parametrize("size", [100, 100_000])
-def test_bodies_that_arrive_together_are_parsed_in_turns_of_their_own(
-    start_server: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch, size: int
+def test_large_bodies_that_arrive_together_are_parsed_in_turns_of_their_own(
+    start_server: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    turns = [turn for turn, _ in parsed_together(start_server(), monkeypatch, [size] * 20)]
+    turns = [turn for turn, _ in parsed_together(start_server(), monkeypatch, [100_000] * 20)]
     assert len(set(turns)) == 20
+
+
+def test_of_small_bodies_that_arrive_together_a_turn_parses_a_few(
+    start_server: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed = parsed_together(start_server(), monkeypatch, [60_000] * 20 + [100] * 40)
+    bytes_of_turn: Counter[int] = Counter()
+    for turn, size in parsed:
+        bytes_of_turn[turn] += size
+    assert max(bytes_of_turn.values()) <= 2 * BYTES_AT_ONCE
+    assert len(bytes_of_turn) < 20  # with one in a turn they would wait as long as some turns of large bodies take
 
 
 def test_small_bodies_do_not_wait_for_large_ones(
     start_server: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parsed = parsed_together(start_server(), monkeypatch, [100_000] * 20 + [100])
-    assert min(size for _, size in parsed[:4]) < 1000
+    parsed = parsed_together(start_server(), monkeypatch, [100_000] * 20 + [100] * 20)
+    assert sum(size < 1000 for _, size in parsed[:24]) == 20
+
+
+def test_bodies_whose_clients_have_left_hold_up_no_others() -> None:
+    async def parse_some() -> list[int]:
+        turns, parsed = ParsingTurns(), []
+
+        async def parse(number: int) -> None:
+            async with turns.of(SMALL_BODY):
+                parsed.append(number)
+
+        tasks = [asyncio.create_task(parse(number)) for number in range(20)]
+        await asyncio.sleep(0)
+        for task in tasks[2:18]:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return parsed
+
+    assert asyncio.run(parse_some()) == [0, 1, 18, 19]
 
 
 def until(event: threading.Event) -> Callable[[], bytes]:

@@ -21,6 +21,7 @@ from minisgl.parsers.parser_choice import NONE, Parsers
 from minisgl.pooling.pooling_config import NO_TEXT
 from minisgl.server.api.answers.answer import Answer, Writer
 from minisgl.server.api.answers.writer_thread import WriterThread
+from minisgl.server.api.bodies.parsing_turns import ParsingTurns
 from minisgl.server.api.bodies.read_body import (
     MAX_ITEMS,
     B,
@@ -34,7 +35,7 @@ from minisgl.server.api.bodies.request_body import Body, RequestBody
 from minisgl.server.api.bodies.tools import ToolUse
 from minisgl.server.api.http.errors import ApiError, model_not_found
 from minisgl.server.api.http.gates import client_of
-from minisgl.server.api.http.middleware import SMALL_BODY, hold_bytes, request_id_of
+from minisgl.server.api.http.middleware import hold_bytes, request_id_of
 from minisgl.server.api.metrics import EngineLoad
 from minisgl.server.api.requests.engine_client import EngineClient, Heartbeat
 from minisgl.server.api.requests.open_request import Job
@@ -94,9 +95,7 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     unknown_fields: LogOnce = field(default_factory=lambda: LogOnce(UNKNOWN_FIELD))
     ignored_tools: IgnoredTools = field(default_factory=IgnoredTools)
-    # Held while a body is parsed, the second one for large bodies. Without them the bodies that come at the same time
-    # would all be parsed in one turn of the event loop; each takes up to 50 ms of it.
-    parsing: tuple[asyncio.Lock, asyncio.Lock] = field(default_factory=lambda: (asyncio.Lock(), asyncio.Lock()))
+    parsing: ParsingTurns = field(default_factory=ParsingTurns)
 
     async def parse(self, request: Request, model: type[B]) -> B:
         """Return the request's body, or ApiError."""
@@ -107,11 +106,11 @@ class Service:
     async def fields(self, request: Request) -> AsyncIterator[dict[str, Any]]:
         """Yield the fields of the request's body, to be validated; ApiError if it is no JSON object.
 
-        Other bodies wait meanwhile, small ones only for small ones.
+        They must be validated within the `async with` block, because other bodies may wait for its end.
         """
         http = self.config.http
         data = await read_body(request, http.max_body_bytes, http.receive_timeout)
-        async with self.parsing[len(data) > SMALL_BODY]:
+        async with self.parsing.of(len(data)):
             max_items = max(MAX_ITEMS, self.limits.max_seq_len)  # a prompt of ids may fill the context
             hold_bytes(request, await size_of_objects(data, max_items))
             fields = read_fields(data)
