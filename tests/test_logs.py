@@ -8,6 +8,8 @@ import re
 import select
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime, timedelta
 
 import pytest
@@ -104,6 +106,31 @@ def test_a_line_longer_than_the_room_in_the_pipe_blocks_no_process() -> None:
         "(1 lines were dropped because stderr was not read)",
         "read again",
     ]
+
+
+LONG_TEXT = """
+import logging
+from minisgl import logs
+logs.REST_TIMEOUT = 600.0
+logs.set_up_logging()
+logging.info("long " + "x" * 300_000)
+"""
+
+
+@pytest.mark.parametrize("opened", [os.pipe, os.openpty])
+def test_a_text_longer_than_the_room_is_written_whole_while_it_is_read(opened: Callable[[], tuple[int, int]]) -> None:
+    """A traceback has its message at its end."""
+    reader, writer = opened()
+    with subprocess.Popen([sys.executable, "-c", LONG_TEXT], stderr=writer) as child:
+        os.close(writer)
+        text = b""
+        with suppress(OSError):  # a terminal's end
+            while data := os.read(reader, 65536):
+                text += data
+        assert child.wait() == 0
+    os.close(reader)
+    assert text.count(b"x") == 300_000
+    assert text.endswith(b"\n")
 
 
 def test_a_bar_is_plain_lines_where_stderr_is_no_terminal(

@@ -6,6 +6,8 @@ import logging
 import os
 import select
 import stat
+import time
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -15,10 +17,14 @@ if TYPE_CHECKING:
     from minisgl.config.server import LogFormat, LogLevel
 
 
+REST_TIMEOUT = 0.1  # seconds
+
+
 class StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
     """Writes to stderr while its reader keeps up, and drops what it would have to wait for.
 
-    An unread pipe or a halted terminal would otherwise block the process at its next line.
+    An unread pipe or a halted terminal would otherwise block the process at its next line. Only the rest of a long text
+    that has begun waits, for REST_TIMEOUT.
     """
 
     def __init__(self) -> None:
@@ -41,18 +47,17 @@ class StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
             self.handleError(record)
 
     def _write(self, text: str) -> None:
-        """Write the text, or as much of it as can be written at once."""
+        """Write the text, or as much of it as the reader keeps up with."""
         if self._never_waits is None:
-            if not _is_writable(self.stream):
+            if not _is_writable(self.stream, 0.0):
                 self._dropped += 1
                 return
             self.stream.write(text)
             self.flush()
         else:
             data = text.encode(errors="backslashreplace")
-            try:
-                written = os.write(self._never_waits, data)
-            except BlockingIOError:
+            written = _write_at_once(self._never_waits, data)
+            if not written:
                 self._dropped += 1
                 return
             self._ends_line = written == len(data)
@@ -75,14 +80,31 @@ def _open_again(stream: TextIO) -> int | None:
     return None
 
 
-def _is_writable(stream: TextIO) -> bool:
-    """Return True if a line of less than a page can be written at once, as far as the system can tell."""
+def _write_at_once(descriptor: int, data: bytes) -> int:
+    """Write the data, or as much of it as its reader takes in time; return the number of bytes.
+
+    A terminal has room for 19 KB. The end of a traceback says most, so the rest of what has begun waits for the reader,
+    but not for long: it may have stopped.
+    """
+    written, deadline = 0, time.monotonic() + REST_TIMEOUT
+    while True:
+        with suppress(BlockingIOError):
+            written += os.write(descriptor, data[written:])
+        if written in (0, len(data)) or not _is_writable(descriptor, max(0.0, deadline - time.monotonic())):
+            return written
+
+
+def _is_writable(stream: TextIO | int, timeout: float) -> bool:
+    """Return True if a line of less than a page can be written at once, as far as the system can tell.
+
+    It waits for `timeout` seconds until it can be.
+    """
     try:
         poll = select.poll()
         poll.register(stream, select.POLLOUT)
     except (AttributeError, TypeError, OSError, ValueError):  # no such call, or a stream without a file
         return True
-    return bool(poll.poll(0))
+    return bool(poll.poll(timeout * 1e3))
 
 
 class JsonFormatter(logging.Formatter):
