@@ -154,11 +154,14 @@ def test_a_drain_says_when_all_are_answered(process: Process, engine: FakeEngine
     assert process.end() == 0
 
 
-def test_the_process_ends_with_its_parent(process: Process) -> None:
+def test_the_process_ends_with_its_parent_and_says_so_to_its_clients(process: Process) -> None:
     process.serve()
-    RawClient(process.port).post("/v1/completions", STREAM)
+    client = RawClient(process.port)
+    client.post("/v1/completions", STREAM)
+    client.read_until(b"data: ")
     process.pipe.close()
-    assert process.end() == 1
+    assert b"the server is shutting down: the supervisor died" in client.read_all()
+    assert process.end() == 0
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])

@@ -363,7 +363,9 @@ def test_sockets_are_private(idle: Server) -> None:
 def test_workers_die_with_a_killed_supervisor(folder: Path) -> None:
     server = Server("--model", str(folder)).wait_ready()
     pids = worker_pids(server.process.pid)
+    request = OpenRequest(server)
     server.process.kill()
+    assert request.error() == "the server is shutting down: the supervisor died"
     wait_until(lambda: not any(map(is_alive, pids.values())))
     assert not list(Path(server.tmp).iterdir())  # the folder of the sockets is gone
     shutil.rmtree(server.tmp)

@@ -2,7 +2,7 @@
 
 ENTRY names a function ("package.module:function") that only this process imports; FD is its end of the control pipe.
 A thread reads that pipe during the whole life of the process, so that a worker ends with its parent, however the parent
-dies and whatever the worker is doing.
+dies and whatever the worker is doing. The API server tells its clients before.
 """
 
 from __future__ import annotations
@@ -74,7 +74,10 @@ class Worker:
                 self._on_shutdown(message)
         if self._is_orphan():
             self._remove_run_dir()
-        os._exit(1)
+        try:
+            self._on_shutdown(Shutdown("the supervisor died"))
+        finally:
+            os._exit(1)  # although its event loop may be closed
 
     def _is_orphan(self) -> bool:
         """Return True if the supervisor is dead. Its files are closed a moment before its children get a new parent."""
