@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -156,6 +157,21 @@ def test_a_broken_library_in_the_cache_is_compiled_again(tmp_path: Path) -> None
     with pytest.raises(CompilationError, match="cannot be compiled or loaded"):
         compile_to(compiler)
     assert compile_to(Path(msgspec._core.__file__))
+
+
+def test_a_library_is_on_the_disk_before_it_is_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a loss of power a part of one would kill each process that loads it, by SIGBUS."""
+    cached: list[int] = []
+
+    def sync(_: int) -> None:
+        cached.append(len(list((tmp_path / "minisgl" / "cpu").glob("*.so"))))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    compiler = tmp_path / "g++"
+    compiler.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\ncp {msgspec._core.__file__} "$2"\n')
+    compiler.chmod(0o755)
+    load_library("int4_cpu.cpp", environ={"CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path)})
+    assert cached == [0]
 
 
 def test_without_a_home_folder_nothing_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,12 +41,14 @@ def load_library(file: str, *flags: str, environ: Mapping[str, str] = os.environ
     try:
         cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minisgl" / "cpu"
         library = cache / f"{source.stem}-{key}.so"
-        with suppress(OSError):  # there is none, or a broken one, as after a loss of power
+        with suppress(OSError):  # there is none, or a broken one
             return ctypes.CDLL(str(library))
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:  # another process may be doing the same
             made = Path(folder) / library.name
             _compile([*command, "-o", str(made), str(source)])
+            with made.open("rb") as written:
+                os.fsync(written.fileno())  # or a loss of power may leave a part of it, and to load that is a SIGBUS
             made.replace(library)
         return ctypes.CDLL(str(library))
     except (OSError, RuntimeError) as error:  # RuntimeError: who runs this has no home folder
