@@ -53,8 +53,8 @@ def _end(
 ) -> None:
     """End the processes and free what they were reached by. A process that is forked from `pid` leaves them alone.
 
-    The outboxes are closed here one by one: while the garbage collector runs, the context has lost its list of them,
-    and would wait for their sockets for ever.
+    Its finalizer holds the outboxes. Otherwise the garbage collector would free them in one cycle with the context,
+    which would have lost its list of their sockets, and wait for them for ever.
     """
     if os.getpid() != pid:
         return
