@@ -90,7 +90,7 @@ class RequestIdMiddleware:
             return
         except Exception:
             extra = {"request_id": request_id.decode()}
-            logger.exception("%s %s ended with an internal error", scope["method"], scope["path"], extra=extra)
+            logger.exception("%s %s ended with an internal error", scope["method"], _path(scope), extra=extra)
             if not started:
                 await internal_error().response(scope)(scope, receive, send_with_id)
 
