@@ -374,7 +374,7 @@ def test_what_has_ended_is_freed_without_the_garbage_collector(server: RunningSe
         client.leave()
         server.assert_idle()
         kinds = (OpenRequest, Job, Answer, Writer)
-        wait_until(lambda: not any(isinstance(one, kinds) for one in gc.get_objects()))
+        wait_until(lambda: not any(issubclass(type(one), kinds) for one in gc.get_objects()))
     finally:
         gc.set_threshold(*thresholds)
 
