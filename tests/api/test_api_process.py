@@ -172,7 +172,7 @@ def test_signals_are_the_supervisors_to_handle(process: Process, signum: int) ->
     time.sleep(0.1)
     assert process.get("/health")
     process.pipe.close()
-    assert process.end() == 1
+    assert process.end() == 0
 
 
 def test_a_message_it_does_not_know_ends_it(process: Process, engine: FakeEngine) -> None:
