@@ -12,7 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minisgl.distributed import SingleRank
-from minisgl.layers.layer_config import NO_ROPE, Llama3Scaling, QueryScaling, RopeConfig, YarnScaling
+from minisgl.layers.layer_config import (
+    NO_ROPE,
+    Llama3Scaling,
+    LongropeScaling,
+    QueryScaling,
+    RopeConfig,
+    YarnScaling,
+)
 from minisgl.models.config.model_config import ModelConfig, UnsupportedModel
 from minisgl.models.load_config import load_model_config, parse_config
 from minisgl.models.weights.loading import load_model
@@ -294,6 +301,18 @@ def test_ministral_3_scales_queries_beyond_the_original_context() -> None:
         parse_config({**MINISTRAL_3_8B, "text_config": plain})
 
 
+@pytest.mark.parametrize("kind", ["longrope", "su"])
+def test_longrope_is_served_up_to_the_original_length(kind: str) -> None:
+    """Longer sequences have other factors at all positions, also at those whose keys are in the cache."""
+    rope = {"type": kind, "short_factor": [1.0] * 48, "long_factor": [4.0] * 48}
+    lengths = {"max_position_embeddings": 131_072, "original_max_position_embeddings": 4096}
+    config = parse_config({**PHI_4, **lengths, "partial_rotary_factor": 0.75, "rope_scaling": rope})
+    assert config.max_position_embeddings == 4096
+    assert config.layers[0].attention.rope.scaling == LongropeScaling(
+        (1.0,) * 48, pytest.approx((17 / 12) ** 0.5), 4096
+    )
+
+
 @pytest.mark.parametrize(
     ("raw", "change", "message"),
     [
@@ -301,7 +320,12 @@ def test_ministral_3_scales_queries_beyond_the_original_context() -> None:
         (SMOLLM3_3B, {"use_sliding_window": True, "sliding_window": 9, "layer_types": None}, "sliding_window 9"),
         (GRANITE_3_3_8B, {"residual_multiplier": 0}, "residual_multiplier must be a positive number"),
         (OLMO_3_7B, {"rope_scaling": {"sliding_attention": 3}}, "an object for each layer type"),
-        (PHI_4, {"rope_scaling": {"type": "longrope"}}, 'rope type "longrope" is not supported'),
+        (PHI_4, {"rope_scaling": {"type": "longrope"}}, "short_factor must be a list of positive numbers"),
+        (
+            PHI_4,
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
+            "short_factor must hold 64 numbers, not 1",
+        ),
         (EXAONE_4_32B, {"layer_types": None}, 'sliding_window_pattern must be an integer of at least 1, not "LLLG"'),
         (SEED_OSS_36B, {"attention_out_bias": "yes"}, "attention_out_bias must be true or false"),
         (MINISTRAL_3_8B, {"text_config": {"model_type": "llama"}}, 'text_config has model_type "llama"; known are'),

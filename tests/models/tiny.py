@@ -193,6 +193,22 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi3",
         {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}, "pad_token_id": 0},
     ),
+    "phi3-longrope": (
+        "Phi3",
+        {
+            "hidden_size": 96,  # Phi3Config wants factors for hidden_size / num_attention_heads, whatever head_dim is
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 512,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+                "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0],
+            },
+            "pad_token_id": 0,
+        },
+    ),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "pad_token_id": 0}),
     "granite": ("Granite", MULTIPLIERS),
     "ministral": ("Ministral", WINDOWS),

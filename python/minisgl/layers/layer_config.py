@@ -41,6 +41,20 @@ class YarnScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class LongropeScaling:
+    """LongRoPE (Ding et al., 2024) within the original context: frequencies are divided by `short_factors`, one for
+    each, and the rotations are scaled.
+
+    Longer sequences have other factors at all positions. Keys that were rotated before would be wrong then, so there
+    are none here.
+    """
+
+    short_factors: tuple[float, ...]
+    attention_factor: float  # factor of cosines and sines
+    original_max_positions: int
+
+
+@dataclass(frozen=True, slots=True)
 class ProportionalScaling:
     """Rotation of only the first `share` of a head's pairs, by the frequencies that a full rotation has (Gemma 4)."""
 
@@ -57,7 +71,7 @@ class QueryScaling:
 
 
 QKNorm = Literal["none", "head", "projection"]
-RopeScaling: TypeAlias = Llama3Scaling | LinearScaling | YarnScaling | ProportionalScaling
+RopeScaling: TypeAlias = Llama3Scaling | LinearScaling | YarnScaling | LongropeScaling | ProportionalScaling
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from minisgl.layers.layer_config import (
     LinearScaling,
     Llama3Scaling,
+    LongropeScaling,
     ProportionalScaling,
     QueryScaling,
     RopeConfig,
@@ -43,7 +44,7 @@ def cos_sin_table(head_dim: int, max_positions: int, rope: RopeConfig) -> Tensor
     positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
     rotary_dim = rope.rotary_dim(head_dim)
     angles = torch.outer(positions, frequencies(rotary_dim, rope))
-    factor = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
+    factor = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling | LongropeScaling) else 1.0
     still = (0, (head_dim - rotary_dim) // 2)  # number of pairs per head that are not rotated, see `paired_rows`
     return torch.cat((F.pad(angles.cos() * factor, still, value=1.0), F.pad(angles.sin() * factor, still)), dim=-1)
 
@@ -86,6 +87,8 @@ def frequencies(rotary_dim: int, rope: RopeConfig) -> Tensor:
         case ProportionalScaling(share, factor):
             rotated = torch.arange(len(plain), device="cpu") < int(share * rotary_dim // 2)
             return plain / factor * rotated
+        case LongropeScaling(short_factors):
+            return 1.0 / (torch.tensor(short_factors, device="cpu") * waves)
         case YarnScaling():
             return _yarn(waves, rope.theta, rope.scaling)
     return plain

@@ -13,6 +13,7 @@ from minisgl.layers.layer_config import (
     LayerConfig,
     LinearScaling,
     Llama3Scaling,
+    LongropeScaling,
     MoEConfig,
     NormConfig,
     ProportionalScaling,
@@ -52,6 +53,10 @@ def read_attention(reader: ConfigReader, rope: RopeConfig) -> AttentionConfig:
     if (rotary_dim := rope.rotary_dim(head_dim)) % 2 or not 0 < rotary_dim <= head_dim:
         raise UnsupportedModel(
             f"partial_rotary_factor {rope.partial_factor} rotates {rotary_dim} of {head_dim} dimensions"
+        )
+    if isinstance(rope.scaling, LongropeScaling) and 2 * len(rope.scaling.short_factors) != rotary_dim:
+        raise UnsupportedModel(
+            f"short_factor must hold {rotary_dim // 2} numbers, not {len(rope.scaling.short_factors)}"
         )
     return AttentionConfig(num_heads, num_kv_heads, head_dim, rope, scale=head_dim**-0.5)
 
@@ -109,10 +114,13 @@ def read_model(architecture: str, reader: ConfigReader, layers: Sequence[LayerCo
     return model
 
 
-def read_rope(reader: ConfigReader, *, partial: bool = False, query_scaling: bool = False) -> RopeConfig:
+def read_rope(
+    reader: ConfigReader, *, partial: bool = False, query_scaling: bool = False, longrope: bool = False
+) -> RopeConfig:
     """Read the rope that all layers share.
 
     `partial`: the family may rotate a part of each head. `query_scaling`: it may scale queries as Llama 4 does.
+    `longrope`: its rope may be LongRoPE.
     """
     parameters = rope_parameters(reader)
     if any(isinstance(value, dict) for value in parameters.values()):
@@ -124,7 +132,11 @@ def read_rope(reader: ConfigReader, *, partial: bool = False, query_scaling: boo
     if query_scaling and inner.get("llama_4_scaling_beta") is not None:
         scaling = QueryScaling(inner.number("llama_4_scaling_beta"), _original_length(reader, inner))
         parameters = {**parameters, "llama_4_scaling_beta": None}
-    return dataclasses.replace(parse_rope(reader, parameters), partial_factor=factor, query_scaling=scaling)
+    if longrope and (inner.get("rope_type") or inner.get("type")) in ("longrope", "su"):
+        rope = RopeConfig(inner.number("rope_theta", reader.number("rope_theta", 10000.0)), _longrope(reader, inner))
+    else:
+        rope = parse_rope(reader, parameters)
+    return dataclasses.replace(rope, partial_factor=factor, query_scaling=scaling)
 
 
 def read_ropes_by_type(reader: ConfigReader, *, theta: float, window_theta: float) -> tuple[RopeConfig, RopeConfig]:
@@ -192,6 +204,8 @@ def _original_length(reader: ConfigReader, rope: ConfigReader) -> int:
 def read_context_len(reader: ConfigReader, rope: RopeConfig) -> int:
     """Return the context length. Qwen's cards add YaRN but keep max_position_embeddings at the original length."""
     max_positions = reader.count("max_position_embeddings")
+    if isinstance(rope.scaling, LongropeScaling):
+        return min(max_positions, rope.scaling.original_max_positions)
     named = reader.get("original_max_position_embeddings") or rope_parameters(reader).get(
         "original_max_position_embeddings"
     )
@@ -213,6 +227,15 @@ def _llama3(rope: ConfigReader, original: int) -> Llama3Scaling:
             f"low_freq_factor ({scaling.low_freq_factor})"
         )
     return scaling
+
+
+def _longrope(reader: ConfigReader, rope: ConfigReader) -> LongropeScaling:
+    factors, original = rope.get("short_factor"), _original_length(reader, rope)
+    if not isinstance(factors, list) or not all(isinstance(one, int | float) and one > 0 for one in factors):
+        raise UnsupportedModel(f"short_factor must be a list of positive numbers, not {brief(factors)}")
+    factor = rope.number("factor", reader.count("max_position_embeddings") / original)
+    derived = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return LongropeScaling(tuple(map(float, factors)), rope.number("attention_factor", derived), original)
 
 
 def _yarn(rope: ConfigReader, has_factor: bool, original: int, max_positions: int) -> YarnScaling:

@@ -59,6 +59,7 @@ class Variant:
     experts: bool = False  # some layers have experts in place of the dense MLP
     multipliers: bool = False  # scales embeddings, scores, block outputs and logits
     query_scaling: bool = False  # the rope may scale queries beyond the original context
+    longrope: bool = False  # the rope may be LongRoPE
 
 
 _MISTRAL = {"num_key_value_heads": 8, "sliding_window": 4096}
@@ -95,7 +96,12 @@ VARIANTS: Mapping[str, Variant] = {
         ropes_by_type=True,
     ),
     "Phi3ForCausalLM": Variant(
-        {"rms_norm_eps": 1e-5}, qkv_bias=False, out_bias=False, windows="all", partial_rotary=True
+        {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+        qkv_bias=False,
+        out_bias=False,
+        windows="all",
+        partial_rotary=True,
+        longrope=True,
     ),
     "SmolLM3ForCausalLM": Variant(
         {"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True, "use_sliding_window": False},
@@ -198,7 +204,9 @@ def _read_ropes(reader: ConfigReader, variant: Variant) -> Sequence[RopeConfig]:
     if variant.ropes_by_type:
         theta = reader.number("rope_theta")
         return read_ropes_by_type(reader, theta=theta, window_theta=theta)
-    rope = read_rope(reader, partial=variant.partial_rotary, query_scaling=variant.query_scaling)
+    rope = read_rope(
+        reader, partial=variant.partial_rotary, query_scaling=variant.query_scaling, longrope=variant.longrope
+    )
     return (dataclasses.replace(rope, interleaved=variant.interleaved_rope),)
 
 
