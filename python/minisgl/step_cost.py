@@ -15,6 +15,7 @@ from minisgl.core import Batch, Int32Array
 
 # A step that takes the device less than so many times as long as its launches took the host may have waited for them.
 LAUNCH_MARGIN = 1.25
+MOST_UNMEASURED = 16  # such steps in a row that leave the ratio as it is
 _LATEST_WEIGHT = 0.2  # of the latest step in the mean ratio, once there have been some
 
 
@@ -82,6 +83,7 @@ class LearnedCost:
     def __init__(self, model: StepCost) -> None:
         self.model = model
         self._with_chunks, self._alone = _Ratio(), _Ratio()
+        self._unmeasured = 0  # latest steps with chunks in a row that waited for the host
 
     @property
     def ratio(self) -> float:
@@ -110,12 +112,16 @@ class LearnedCost:
 
         Such a step would take no less time with fewer tokens, so it must not make chunks smaller. Its seconds are NaN,
         or hardly longer than the model's launches: within a sum over ranks a device also waits for the launches of
-        another rank, which its own host does not see. A ratio above 1 returns towards 1 with it: it may be a relic of a
-        few slow steps, and chunks so small that they all wait for the host would never show that.
+        another rank, which its own host does not see. After MOST_UNMEASURED of them in a row a ratio above 1 returns
+        towards 1: it may be a relic of a few slow steps, and chunks so small that they all wait would never show that.
         """
         modelled = self.model.seconds(batch)
         if not batch.is_decode and not seconds >= LAUNCH_MARGIN * self.model.launching:
-            if self.ratio > 1:
+            self._unmeasured += 1
+            if self._unmeasured > MOST_UNMEASURED and self.ratio > 1:
                 self._with_chunks.record(modelled, modelled)
-        elif seconds > 0 and math.isfinite(modelled):
+            return
+        if not batch.is_decode:
+            self._unmeasured = 0
+        if seconds > 0 and math.isfinite(modelled):
             (self._alone if batch.is_decode else self._with_chunks).record(seconds, modelled)

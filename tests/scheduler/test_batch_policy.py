@@ -26,7 +26,7 @@ from minisgl.scheduler.steps.batch_policy import (
     Mixed,
     PrefillFirst,
 )
-from minisgl.step_cost import LearnedCost, StepCost
+from minisgl.step_cost import MOST_UNMEASURED, LearnedCost, StepCost
 from scheduler.simulation import World
 
 COST = StepCost(
@@ -547,6 +547,15 @@ def test_slow_steps_make_chunks_small_for_a_while_only(launching: float, overlap
     device.slow_steps = 30
     assert steps_of_prompt(2) < 90 + before
     assert steps_of_prompt(3) < 1.5 * before
+
+
+def test_steps_that_wait_for_launches_between_others_change_nothing() -> None:
+    learned, chunk = LearnedCost(COST), step([0], [1000])
+    for _ in range(50):
+        learned.record(chunk, 1.3 * COST.seconds(chunk))
+        for _ in range(MOST_UNMEASURED):
+            learned.record(chunk, math.nan)
+    assert learned.ratio == pytest.approx(1.3, rel=1e-3)
 
 
 def test_one_slow_step_changes_little() -> None:

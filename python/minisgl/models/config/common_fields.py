@@ -234,7 +234,7 @@ def _longrope(reader: ConfigReader, rope: ConfigReader) -> LongropeScaling:
     if not isinstance(factors, list) or not all(isinstance(one, int | float) and one > 0 for one in factors):
         raise UnsupportedModel(f"short_factor must be a list of positive numbers, not {brief(factors)}")
     factor = rope.number("factor", reader.count("max_position_embeddings") / original)
-    derived = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    derived = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
     return LongropeScaling(tuple(map(float, factors)), rope.number("attention_factor", derived), original)
 
 
