@@ -132,10 +132,7 @@ def read_rope(
     if query_scaling and inner.get("llama_4_scaling_beta") is not None:
         scaling = QueryScaling(inner.number("llama_4_scaling_beta"), _original_length(reader, inner))
         parameters = {**parameters, "llama_4_scaling_beta": None}
-    if longrope and (inner.get("rope_type") or inner.get("type")) in ("longrope", "su"):
-        rope = RopeConfig(inner.number("rope_theta", reader.number("rope_theta", 10000.0)), _longrope(reader, inner))
-    else:
-        rope = parse_rope(reader, parameters)
+    rope = parse_rope(reader, parameters, longrope=longrope)
     return dataclasses.replace(rope, partial_factor=factor, query_scaling=scaling)
 
 
@@ -161,8 +158,11 @@ def rope_parameters(reader: ConfigReader) -> Mapping[str, Any]:
     return rope
 
 
-def parse_rope(reader: ConfigReader, parameters: Mapping[str, Any]) -> RopeConfig:
-    """Read one kind of layer's rope; its `parameters` may leave theta and original length to the outer object."""
+def parse_rope(reader: ConfigReader, parameters: Mapping[str, Any], *, longrope: bool = False) -> RopeConfig:
+    """Read one kind of layer's rope; its `parameters` may leave theta and original length to the outer object.
+
+    `longrope`: it may be LongRoPE, for `read_context_len` bounds the context then.
+    """
     rope, max_positions = ConfigReader(parameters), reader.count("max_position_embeddings")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind != "proportional" and rope.get("partial_rotary_factor") not in (None, 1):
@@ -180,6 +180,8 @@ def parse_rope(reader: ConfigReader, parameters: Mapping[str, Any]) -> RopeConfi
             return RopeConfig(theta, _llama3(rope, original))
         case "yarn":
             return RopeConfig(theta, _yarn(rope, "factor" in parameters, original, max_positions))
+        case "longrope" | "su" if longrope:
+            return RopeConfig(theta, _longrope(rope, original, max_positions))
         case "proportional":
             share = rope.number("partial_rotary_factor", 1.0)
             return RopeConfig(theta, ProportionalScaling(share, rope.number("factor", 1.0)))
@@ -229,11 +231,11 @@ def _llama3(rope: ConfigReader, original: int) -> Llama3Scaling:
     return scaling
 
 
-def _longrope(reader: ConfigReader, rope: ConfigReader) -> LongropeScaling:
-    factors, original = rope.get("short_factor"), _original_length(reader, rope)
+def _longrope(rope: ConfigReader, original: int, max_positions: int) -> LongropeScaling:
+    factors = rope.get("short_factor")
     if not isinstance(factors, list) or not all(isinstance(one, int | float) and one > 0 for one in factors):
         raise UnsupportedModel(f"short_factor must be a list of positive numbers, not {brief(factors)}")
-    factor = rope.number("factor", reader.count("max_position_embeddings") / original)
+    factor = rope.number("factor", max_positions / original)
     derived = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
     return LongropeScaling(tuple(map(float, factors)), rope.number("attention_factor", derived), original)
 
