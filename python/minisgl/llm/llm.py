@@ -36,11 +36,11 @@ from minisgl.progress import progress_bar
 from minisgl.sampling_params import InvalidRequest, SamplingParams, room_for_output
 from minisgl.scheduler.assembly import make_loop, reuses_prefixes
 from minisgl.seeds import choice_seed, random_seed
-from minisgl.server.api.bodies.conversation import template_messages
 from minisgl.structured_output.matcher import GrammarMatchers
 from minisgl.structured_output.translate import named_tokens
 from minisgl.structured_output.validator import GrammarValidator
 from minisgl.tokenizer.admission import check_vocabulary
+from minisgl.tokenizer.conversation import template_messages
 from minisgl.tokenizer.decoder_choice import make_decoder
 from minisgl.tokenizer.detokenizer import Detokenizer
 from minisgl.tokenizer.pairs import encode_pair

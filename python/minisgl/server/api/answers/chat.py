@@ -12,13 +12,13 @@ from minisgl.message.types import ConversationMessage
 from minisgl.parsers.parser_choice import NONE, AnswerParser, Parsers
 from minisgl.sampling_params import Grammar, InvalidRequest
 from minisgl.server.api.answers.parsed_choice import ChatOptions
-from minisgl.server.api.bodies.conversation import template_messages
 from minisgl.server.api.bodies.request_body import GRAMMAR_FIELDS
 from minisgl.server.api.bodies.route_bodies import ChatBody
 from minisgl.server.api.bodies.tools import ToolUse
 from minisgl.server.api.http.errors import invalid_request
 from minisgl.server.api.requests.open_request import Job
 from minisgl.structured_output.tool_grammar import calls_grammar, check_strict, either, free_grammar, schemas_to_enforce
+from minisgl.tokenizer.conversation import template_messages
 
 
 def chat_job(body: ChatBody, use: ToolUse, limits: Limits, parsers: Parsers, model: str) -> tuple[Job, ChatOptions]:

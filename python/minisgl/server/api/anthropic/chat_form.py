@@ -15,10 +15,10 @@ from minisgl.limits import Limits
 from minisgl.message.types import ConversationMessage
 from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.anthropic.bodies import AnthropicBody, MessagesBody, OutputFormat
-from minisgl.server.api.bodies.conversation import member, optional_member
 from minisgl.server.api.bodies.read_body import validate
 from minisgl.server.api.bodies.route_bodies import ChatBody
 from minisgl.server.api.http.errors import under_clients_names
+from minisgl.tokenizer.conversation import member, optional_member
 
 Block = dict[str, Any]
 

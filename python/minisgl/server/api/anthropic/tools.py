@@ -6,8 +6,8 @@ from collections.abc import Set
 from typing import Any
 
 from minisgl.sampling_params import InvalidRequest
-from minisgl.server.api.bodies.conversation import member, optional_member
 from minisgl.server.api.bodies.tools import Tool, ToolChoice, ToolUse, check_function, name_of, use_of
+from minisgl.tokenizer.conversation import member, optional_member
 
 _CUSTOM = "custom"  # type of the tools that Anthropic's clients define
 

@@ -1,3 +1,3 @@
 """Request bodies: `read_body` reads the JSON, `request_body` declares the fields that generating routes share,
-`route_bodies` each route's body; `plain_prompts`, `conversation` and `tools` interpret fields of several types.
+`route_bodies` each route's body; `plain_prompts` and `tools` interpret fields of several types.
 """

@@ -16,7 +16,6 @@ from minisgl.message.to_tokenizer import ChatPrompt
 from minisgl.message.types import ConversationMessage
 from minisgl.request_fields import TOKEN_ID, RequestField
 from minisgl.sampling_params import InvalidRequest
-from minisgl.server.api.bodies.conversation import ROLES
 from minisgl.server.api.bodies.read_body import MAX_ITEMS
 from minisgl.server.api.bodies.request_body import (
     EMPTY,
@@ -34,6 +33,7 @@ from minisgl.server.api.bodies.request_body import (
 )
 from minisgl.server.api.bodies.tools import ToolUse, function_use, tool_use
 from minisgl.structured_output.response_format import Options
+from minisgl.tokenizer.conversation import ROLES
 
 MAX_MESSAGES = 8192
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from minisgl.sampling_params import InvalidRequest
-from minisgl.server.api.bodies.conversation import member, optional_member
+from minisgl.tokenizer.conversation import member, optional_member
 
 Tool = dict[str, Any]
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 
 from minisgl.message.types import ConversationMessage
 from minisgl.sampling_params import InvalidRequest
-from minisgl.server.api.bodies.conversation import content_text, member, optional_member
 from minisgl.server.api.bodies.route_bodies import MAX_MESSAGES
 from minisgl.server.api.responses.body import Item
+from minisgl.tokenizer.conversation import content_text, member, optional_member
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = {  # type of a content part -> name of its text field

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from minisgl.sampling_params import InvalidRequest
-from minisgl.server.api.bodies.conversation import member
 from minisgl.server.api.bodies.tools import Tool, ToolChoice, ToolUse, check_function, known_function, name_of, use_of
+from minisgl.tokenizer.conversation import member
 
 _CHOICES = "'none', 'auto', 'required', or an object that names a function or allowed_tools"
 

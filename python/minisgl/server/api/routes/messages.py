@@ -17,10 +17,10 @@ from minisgl.server.api.anthropic.bodies import CountTokensBody, MessagesBody
 from minisgl.server.api.anthropic.chat_form import NAMES, chat_body
 from minisgl.server.api.anthropic.tools import messages_tools
 from minisgl.server.api.anthropic.writer import AnthropicMessage, MessagesWriter, StreamEvent, TokenCount
-from minisgl.server.api.bodies.conversation import template_messages
 from minisgl.server.api.http.errors import AnthropicErrorBody
 from minisgl.server.api.http.middleware import request_id_of
 from minisgl.server.api.routes.endpoint import Endpoint, Routes, json_response
+from minisgl.tokenizer.conversation import template_messages
 
 
 class MessagesRoutes(Routes):

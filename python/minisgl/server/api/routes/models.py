@@ -15,10 +15,10 @@ from minisgl.message.to_api import Decoded, Described, Encoded
 from minisgl.message.to_tokenizer import ChatPrompt, Decode, Describe, Encode, TextPrompt
 from minisgl.message.types import pack_ids, unpack_ids
 from minisgl.sampling_params import InvalidRequest
-from minisgl.server.api.bodies.conversation import template_messages
 from minisgl.server.api.bodies.plain_prompts import checked_ids
 from minisgl.server.api.bodies.route_bodies import DetokenizeBody, TokenizeBody
 from minisgl.server.api.routes.endpoint import Endpoint, Routes, json_response
+from minisgl.tokenizer.conversation import template_messages
 
 
 class ModelCard(msgspec.Struct, frozen=True, tag_field="object", tag="model"):
