@@ -171,6 +171,7 @@ def run_rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
     if rank == 0:
         print(table(header, lines), flush=True)
     engine.close()
+    tp.close()
 
 
 def main() -> None:

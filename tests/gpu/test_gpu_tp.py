@@ -30,6 +30,7 @@ from minisgl.models.load_config import load_engine_model
 from minisgl.sampling_params import Grammar, SamplingFlags
 from support.gpus import in_new_process, over_gpus, sum_over_ranks
 from support.prefill_graphs import capture_all_prefills
+from support.unclosed import WAYS, run_unclosed
 
 if TYPE_CHECKING:  # needs CUDA's packages
     from minisgl.kernel.cuda_ops import CudaOps
@@ -273,6 +274,7 @@ def run_long_steps(rank: int, size: int, folder: Path, dtype: str) -> None:
     while not all((folder / f"{other}.pt").exists() for other in range(size)):
         time.sleep(0.05)
     engine.close()
+    tp.close()
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 0.02)])
@@ -407,3 +409,11 @@ def test_the_second_llm_of_a_process_has_our_all_reduce(tp_size: int) -> None:
     (first_pushes, first), (second_pushes, second) = in_new_process(two_llms, tp_size)
     assert (first_pushes, second_pushes) == (True, True)
     assert sum(a == b for a, b in zip(first, second, strict=True)) >= len(PROMPTS) * 3 // 4
+
+
+@pytest.mark.parametrize("way", WAYS)
+@over_gpus(2, 4)
+def test_a_program_that_closes_no_llm_ends(tp_size: int, way: str) -> None:
+    """torch's group of NCCL alone would wait for ever at the end of the process."""
+    answers = run_unclosed(tp_size, way)
+    assert answers == [answers[0]] * (2 if way == "frees_it" else 1)

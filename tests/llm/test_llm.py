@@ -28,6 +28,7 @@ from minisgl.models.hub import demo_folder
 from minisgl.process.child import Child, start_worker
 from minisgl.sampling_params import Grammar, InvalidRequest
 from support.server import PATIENCE, is_alive
+from support.unclosed import PARAMS, run_unclosed
 
 QUESTION = [{"role": "user", "content": "What is Minisgl?"}]
 
@@ -346,13 +347,22 @@ def test_a_rank_that_dies_before_it_joins_ends_the_start(monkeypatch: pytest.Mon
 
 
 def test_one_that_is_freed_without_close_ends_its_ranks() -> None:
-    """The sockets' context alone would wait for its sockets for ever, inside the garbage collector."""
+    """At once, not when the garbage collector finds a cycle. The sockets' context alone would wait for ever."""
     llm = LLM("demo", max_running_req=2, tp_size=2)
     llm.generate("abc", SamplingParams(max_tokens=2))
     (child,) = llm._ranks._children
-    del llm
-    gc.collect()
-    assert child.process.poll() == -signal.SIGKILL
+    gc.disable()
+    try:
+        del llm
+        assert child.process.poll() == -signal.SIGKILL
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("way", ["exits_in_a_call", "cannot_start_it"])
+def test_a_program_that_closes_none_ends(way: str) -> None:
+    answers = run_unclosed(2, way)
+    assert [len(answer) for answer in answers] == [PARAMS.max_tokens]
 
 
 def test_calls_from_several_threads_are_served_one_after_another(llm: LLM) -> None:

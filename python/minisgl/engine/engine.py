@@ -237,7 +237,10 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Wait for the steps in flight and free the device's memory; the engine cannot be used afterwards."""
+        """Wait for the steps in flight and free the device's memory; the engine cannot be used afterwards.
+
+        The group of ranks stays, for its owner to close.
+        """
         self._queue.close()
         if self._graphs is not None:
             # Leaving NCCL's group waits for graphs with its collectives. The traceback of an interrupted step may
@@ -246,7 +249,6 @@ class Engine:
         self._graphs = self._output = None  # a call that failed may have left logits, which ranks can share
         del self._runner, self._bitmask
         gc.collect()  # modules and graphs refer to one another
-        self._tp.close()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from inspect import Signature
 from typing import Any, ClassVar
 
@@ -35,6 +37,7 @@ from minisgl.pooling.vectors import Float32Array, activated, check_dimensions, c
 from minisgl.progress import progress_bar
 from minisgl.sampling_params import InvalidRequest, SamplingParams, room_for_output
 from minisgl.scheduler.assembly import make_loop, reuses_prefixes
+from minisgl.scheduler.loop import StepCounts
 from minisgl.seeds import choice_seed, random_seed
 from minisgl.structured_output.matcher import GrammarMatchers
 from minisgl.structured_output.translate import named_tokens
@@ -48,6 +51,7 @@ from minisgl.tokenizer.text import TextTokenizer
 
 _NO_PROMPT = "a prompt must be a text or a list of token ids"
 _STEPS_TO_REST = 4  # more steps than can be in flight
+_GRACE = 2.0  # seconds for a call to fail
 
 Prompt = str | Sequence[int]
 
@@ -82,54 +86,47 @@ class LLM:
         self._pooling = pooling = model_config.pooling
         self._default_params = default_params(load_sampling_defaults(source.generation_config, folder))
         self.phases: dict[str, float] = {}  # seconds of each phase of the start
-        with self._phase("load tokenizer"):
-            self.tokenizer = TextTokenizer.from_folder(
+        phase = partial(_phase, self.phases)
+        with phase("load tokenizer"):
+            self.tokenizer = tokenizer = TextTokenizer.from_folder(
                 tokenizer_folder,
                 server.source.chat_template,
                 causal_reranker=pooling is not None and pooling.is_causal_reranker,
             )
-            self._decoder = make_decoder(self.tokenizer.tokenizer)
-            self._validator = GrammarValidator(named_tokens(self.tokenizer.tokenizer))
-        self._ranks = RankProcesses(server)
-        try:
+            self._decoder = make_decoder(tokenizer.tokenizer)
+        self._lock = threading.Lock()  # held during a call
+        self._num_seqs = 0  # number of sequences of the current call, whose ids count from 0
+        # Nothing in it refers to this object, which could not be freed otherwise.
+        with ExitStack() as held:
+            self._validator = GrammarValidator(named_tokens(tokenizer.tokenizer))
+            held.callback(self._validator.close)
+            self._ranks = RankProcesses(server)
+            held.callback(self._ranks.close)
             with self._ranks.guard():
                 tp = join_ranks(config, 0, self._ranks.addresses, self._ranks.check)
+                held.callback(tp.close)
                 self._ranks.watch(tp)
                 self._engine = Engine(
                     config,
                     model_config,
                     tp=tp,
-                    phase=self._phase,
+                    phase=phase,
                     progress=config.load_format != "dummy",
                     max_prefill_tokens=scheduling.max_prefill_tokens,
                     reuses_prefixes=reuses_prefixes(scheduling, model_config),
                 )
+                held.callback(self._engine.close)
                 grammars = GrammarMatchers(
-                    lambda: self.tokenizer.tokenizer,
+                    lambda: tokenizer.tokenizer,
                     vocab_size=model_config.vocab_size,
                     eos_token_ids=model_config.eos_token_ids,
                 )
                 followers = self._ranks.outboxes(self._engine.limits)
-                self._open = True
-                self._lock = threading.Lock()  # held during a call
-                self._num_seqs = 0  # number of sequences of the current call, whose ids count from 0
                 self.loop = make_loop(scheduling, self._engine, model_config, followers, grammars)
-                self._ranks.watch_progress(self._progress)
-        except BaseException:
-            self._ranks.close()
-            raise
-
-    def _progress(self) -> Progress:
-        """Return the progress of rank 0 for hang detection. Between calls no step is awaited."""
-        if not self._lock.locked():
-            return Progress(self.loop.counts.begun, self.loop.counts.begun)
-        return self.loop.counts.progress(self._engine.device.type == "cpu")
-
-    @contextmanager
-    def _phase(self, text: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        yield
-        self.phases[text] = time.perf_counter() - begin
+                self._ranks.watch_progress(partial(_progress, self._lock, self.loop.counts, self._engine.device))
+            held.callback(self._ranks.end_if_lost)
+            self._held = held.pop_all()
+        self._end = weakref.finalize(self, _end, self._pid, self._lock, self._ranks, self._held)
 
     def generate(
         self,
@@ -261,12 +258,8 @@ class LLM:
         if os.getpid() != self._pid:  # a forked process: engine and workers are those of its parent
             return
         with self._lock:
-            if self._open:
-                self._open = False
-                self._ranks.end_if_lost()
-                self._engine.close()
-                self._ranks.close()
-                self._validator.close()
+            self._end.detach()
+            self._held.close()
 
     def __enter__(self) -> LLM:
         self._require_open()
@@ -342,7 +335,7 @@ class LLM:
     def _require_open(self) -> None:
         if os.getpid() != self._pid:  # the engine's threads were not forked: a call would wait for ever
             raise RuntimeError("this LLM was made by another process: make one in each process, or start it by spawn")
-        if not self._open:
+        if not self._end.alive:
             raise RuntimeError("this LLM is closed")
 
     def _come_to_rest(self) -> None:
@@ -378,6 +371,33 @@ class LLM:
                 for message in stopped:
                     scheduler.end(message.seq_id, "stop")
         return answers
+
+
+@contextmanager
+def _phase(phases: dict[str, float], text: str) -> Iterator[None]:
+    begin = time.perf_counter()
+    yield
+    phases[text] = time.perf_counter() - begin
+
+
+def _progress(calling: threading.Lock, counts: StepCounts, device: torch.device) -> Progress:
+    """Return the progress of rank 0 for hang detection. Between calls no step is awaited."""
+    if not calling.locked():
+        return Progress(counts.begun, counts.begun)
+    return counts.progress(device.type == "cpu")
+
+
+def _end(pid: int, calling: threading.Lock, ranks: RankProcesses, held: ExitStack) -> None:
+    """Close what an LLM holds that was not closed. A process that is forked from `pid` leaves it alone.
+
+    A daemon thread may be in a call when the interpreter exits. Without the other ranks that call fails at once.
+    """
+    if os.getpid() != pid:
+        return
+    if calling.locked():
+        ranks.kill()
+    if calling.acquire(timeout=_GRACE):
+        held.close()
 
 
 def _conversations(messages: Any) -> list[list[ConversationMessage]]:

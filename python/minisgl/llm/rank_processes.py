@@ -49,7 +49,7 @@ def _end(
     outboxes: list[Outbox[ToRank]],
     run_dir: str,
     closed: threading.Event,
-    reading: threading.Lock,
+    reading: threading.RLock,
 ) -> None:
     """End the processes and free what they were reached by. A process that is forked from `pid` leaves them alone.
 
@@ -75,7 +75,8 @@ class RankProcesses:
 
     def __init__(self, config: ServerConfig) -> None:
         self._closed = threading.Event()
-        self._reading = threading.Lock()  # held while control pipes are read
+        # Held while control pipes are read. The garbage collector may call `_end` meanwhile, in the same thread.
+        self._reading = threading.RLock()
         self._failures: dict[str, str] = {}  # message of a failure, by process
         self._hang: str | None = None
         self._hang_timeout = config.engine.hang_timeout
@@ -176,10 +177,14 @@ class RankProcesses:
         No `check` may follow: it could not tell any more which rank was the first.
         """
         if self._ended():
-            for child in self._children:
-                child.process.kill()
-                child.process.wait()
+            self.kill()
+
+    def kill(self) -> None:
+        """Kill the processes, so that collectives that wait for them fail."""
+        for child in self._children:
+            child.process.kill()
+            child.process.wait()
 
     def close(self) -> None:
-        """End the processes. May be called repeatedly."""
+        """End the processes and free what they were reached by. May be called repeatedly."""
         self._end()
