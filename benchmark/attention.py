@@ -35,8 +35,8 @@ from minisgl.attention.self_test import ROLES
 from minisgl.config.engine import KVCacheDtype
 from minisgl.core import Int32Array
 from minisgl.kernel.base import Heads, Norm
+from minisgl.kvcache.kv_pool import KVPool
 from minisgl.kvcache.layout import KVLayout
-from minisgl.kvcache.pool import KVPool
 
 if TYPE_CHECKING:  # needs CUDA's packages
     from minisgl.attention.fused import FusedRows

@@ -25,8 +25,8 @@ from minisgl.engine.sampling.sampler import Sampler, TorchSampler
 from minisgl.engine.state import SlotState
 from minisgl.kernel.base import Heads, Mixture, Norm, Ops, Routing, Weight
 from minisgl.kernel.torch_ops import TorchOps, activate_and_mul
+from minisgl.kvcache.kv_pool import KVPool
 from minisgl.kvcache.layout import KVLayout
-from minisgl.kvcache.pool import KVPool
 from minisgl.quantization.expert_layout import PackedExperts
 from minisgl.quantization.levels import Kind, LevelFormat, Levels
 from minisgl.sampling_params import SamplingFlags, SamplingParams

@@ -34,8 +34,8 @@ from measuring.workload import fit_context, poisson_arrivals
 from minisgl.config import SchedulerConfig
 from minisgl.core import AnyArray, Batch, Int32Array, PendingStep, StepResult
 from minisgl.engine.cost_measurement import measure_cost
-from minisgl.kvcache.pools import make_pools
 from minisgl.sampling_params import SamplingParams
+from minisgl.scheduler.cache_pools import make_pools
 from minisgl.scheduler.loop import StepLoop
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.step_cost import StepCost

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from minisgl.attention.fused import FusedRows
     from minisgl.kernel.base import Ops
     from minisgl.kernel.delta_net.recurrent_rows import RecurrentRows
-    from minisgl.kvcache.pool import KVPool
+    from minisgl.kvcache.kv_pool import KVPool
 
 
 @dataclass(frozen=True, slots=True)

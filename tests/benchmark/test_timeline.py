@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from minisgl.config import SchedulerConfig
-from minisgl.kvcache.pools import make_pools
+from minisgl.scheduler.cache_pools import make_pools
 from minisgl.scheduler.loop import StepLoop
 from minisgl.scheduler.scheduler import Scheduler
 from simulate import Clock, Device, Roofline

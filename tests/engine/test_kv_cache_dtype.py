@@ -17,8 +17,8 @@ from minisgl.config import ConfigError
 from minisgl.kernel.base import Heads, Ops
 from minisgl.kernel.cpu_ops import CpuOps
 from minisgl.kernel.torch_ops import TorchOps
+from minisgl.kvcache.kv_pool import KVPool
 from minisgl.kvcache.layout import KVLayout
-from minisgl.kvcache.pool import KVPool
 from minisgl.layers.layer_config import RopeConfig
 from minisgl.layers.rotary import cos_sin_table
 

@@ -15,8 +15,8 @@ from minisgl.attention.backends.torch_backend import TorchAttention
 from minisgl.attention.backends.varlen import VarlenAttention, VarlenGroup
 from minisgl.attention.base import AttentionInputs, AttentionSpec
 from minisgl.core import Int32Array
+from minisgl.kvcache.kv_pool import KVPool
 from minisgl.kvcache.layout import KVLayout
-from minisgl.kvcache.pool import KVPool
 
 CPU = torch.device("cpu")
 

@@ -18,8 +18,8 @@ from minisgl.attention.base import AttentionBackend, AttentionInputs, AttentionS
 from minisgl.attention.model_attention import LayerAttention, ModelAttention
 from minisgl.attention.self_test import ROLES, Role, self_test_error
 from minisgl.core import Int32Array
+from minisgl.kvcache.kv_pool import KVPool
 from minisgl.kvcache.layout import KVLayout
-from minisgl.kvcache.pool import KVPool
 
 pytestmark = pytest.mark.gpu
 

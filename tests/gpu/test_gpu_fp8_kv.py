@@ -19,8 +19,8 @@ from minisgl.attention.backends.torch_backend import TorchAttention
 from minisgl.attention.base import AttentionInputs, AttentionSpec
 from minisgl.kernel.base import Heads, Norm
 from minisgl.kernel.torch_ops import TorchOps
+from minisgl.kvcache.kv_pool import KVPool
 from minisgl.kvcache.layout import KVLayout
-from minisgl.kvcache.pool import KVPool
 from support.small_models import save_qwen3
 
 pytestmark = pytest.mark.gpu

@@ -17,8 +17,8 @@ from minisgl.attention.base import AttentionInputs, AttentionSpec, ExpandingPlan
 from minisgl.core import Int32Array
 from minisgl.kernel.base import ExpertBiases, LatentRows, Mixture, Norm, Routing
 from minisgl.kernel.torch_ops import TorchOps, route
+from minisgl.kvcache.kv_pool import KVPool
 from minisgl.kvcache.layout import KVLayout
-from minisgl.kvcache.pool import KVPool
 
 pytestmark = pytest.mark.gpu
 

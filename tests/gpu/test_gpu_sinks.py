@@ -15,8 +15,8 @@ from minisgl.attention.backend_choice import CANDIDATES, make_backend
 from minisgl.attention.base import AttentionInputs, AttentionSpec
 from minisgl.attention.self_test import Role, self_test_error
 from minisgl.kernel.torch_ops import TorchOps
+from minisgl.kvcache.kv_pool import KVPool
 from minisgl.kvcache.layout import KVLayout
-from minisgl.kvcache.pool import KVPool
 
 pytestmark = pytest.mark.gpu
 

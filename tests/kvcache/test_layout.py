@@ -7,8 +7,8 @@ import torch
 
 from minisgl.config import ConfigError, EngineConfig
 from minisgl.engine.memory import MemoryBudget, describe_states, pool_pages, slots_that_fit, snapshots_that_fit
+from minisgl.kvcache.kv_pool import KVPool
 from minisgl.kvcache.layout import KVLayout, Store, paged_kv
-from minisgl.kvcache.pool import KVPool
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 CPU = torch.device("cpu")

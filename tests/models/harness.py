@@ -16,7 +16,7 @@ from minisgl.context import ForwardContext
 from minisgl.kernel.base import Ops
 from minisgl.kernel.delta_net.recurrent_rows import recurrent_rows
 from minisgl.kernel.torch_ops import TorchOps
-from minisgl.kvcache.pool import KVPool
+from minisgl.kvcache.kv_pool import KVPool
 from minisgl.layers.layer_config import AttentionConfig
 from minisgl.layers.linear import bind_weights
 from minisgl.models.decoder import CausalLM

@@ -15,8 +15,8 @@ from minisgl.attention.backends.torch_backend import TorchAttention
 from minisgl.attention.base import AttentionInputs, AttentionSpec, add_sinks
 from minisgl.kernel.base import Heads, Mixture, Norm, Routing
 from minisgl.kernel.torch_ops import TorchOps, activate_and_mul
+from minisgl.kvcache.kv_pool import KVPool
 from minisgl.kvcache.layout import KVLayout, paged_kv
-from minisgl.kvcache.pool import KVPool
 from minisgl.layers.layer_config import RopeConfig
 from minisgl.layers.rotary import cos_sin_table, paired_rows
 from minisgl.models.load_config import parse_config

@@ -16,11 +16,11 @@ import numpy as np
 
 from minisgl.config import SchedulerConfig
 from minisgl.core import NO_TOKEN, Batch, DeviceOutOfMemory, Int32Array, Logprobs, StepResult
-from minisgl.kvcache.pools import make_pools
 from minisgl.kvcache.window import WindowGroup, usual_ratio, windowed_pages
 from minisgl.message.logprobs import unpack_logprobs
 from minisgl.message.types import LogprobRows, PositionLogprobs, unpack_ids
 from minisgl.sampling_params import SamplingParams
+from minisgl.scheduler.cache_pools import make_pools
 from minisgl.scheduler.loop import StepLoop
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.steps.token_scores import pack_logprobs

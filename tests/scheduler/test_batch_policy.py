@@ -12,8 +12,8 @@ import pytest
 
 from minisgl.config import SchedulerConfig
 from minisgl.core import Batch, Int32Array, StepResult
-from minisgl.kvcache.pools import make_pools
 from minisgl.sampling_params import SamplingParams
+from minisgl.scheduler.cache_pools import make_pools
 from minisgl.scheduler.loop import StepLoop
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.steps.batch_policy import (

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from minisgl.core import Int32Array
+from minisgl.kvcache.kv_pool import KVPool
 from minisgl.kvcache.layout import Store, paged_kv
-from minisgl.kvcache.pool import KVPool
 from minisgl.layers.layer_config import AttentionConfig, DeltaNetConfig
 
 

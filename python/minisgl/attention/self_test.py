@@ -13,8 +13,8 @@ from torch import Tensor
 from minisgl.attention.backends.torch_backend import TorchAttention
 from minisgl.attention.base import AttentionBackend, AttentionInputs, AttentionSpec, ExpandingPlan
 from minisgl.error_text import summary
+from minisgl.kvcache.kv_pool import KVPool
 from minisgl.kvcache.layout import KVLayout
-from minisgl.kvcache.pool import KVPool
 
 Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, ...] = ("prefill", "decode")

@@ -24,7 +24,7 @@ from minisgl.engine.state import SlotState
 from minisgl.engine.step_inputs import StepInputs, last_pages, step_inputs, views_like
 from minisgl.kernel.base import Ops
 from minisgl.kernel.delta_net.recurrent_rows import RecurrentRows, SingleRows, captured_rows, recurrent_rows
-from minisgl.kvcache.pool import KVPool
+from minisgl.kvcache.kv_pool import KVPool
 from minisgl.models.base import Model
 from minisgl.uploads import upload
 

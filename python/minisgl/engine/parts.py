@@ -27,8 +27,8 @@ from minisgl.engine.sampling.sampler import Sampler, TorchSampler
 from minisgl.engine.state import SlotState
 from minisgl.kernel.availability import has_kernels, make_ops
 from minisgl.kernel.base import Ops
+from minisgl.kvcache.kv_pool import KVPool
 from minisgl.kvcache.layout import KVLayout
-from minisgl.kvcache.pool import KVPool
 from minisgl.kvcache.window import leaves_pages_behind
 from minisgl.layers.attention import Attention
 from minisgl.layers.layer_config import AttentionConfig

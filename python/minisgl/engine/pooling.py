@@ -17,7 +17,7 @@ from minisgl.engine.sampling.sampler import Sampler
 from minisgl.engine.state import SlotState
 from minisgl.engine.step_inputs import StepInputs
 from minisgl.kernel.base import Ops
-from minisgl.kvcache.pool import KVPool
+from minisgl.kvcache.kv_pool import KVPool
 from minisgl.models.pooling_model import PoolingModel
 from minisgl.uploads import upload
 

@@ -8,12 +8,12 @@ from typing import Protocol
 
 from minisgl.config import SchedulerConfig
 from minisgl.kvcache.base import CacheObserver
-from minisgl.kvcache.pools import make_pools
 from minisgl.kvcache.window import WindowGroup
 from minisgl.limits import Limits
 from minisgl.message.socket import Outbox
 from minisgl.message.to_scheduler import ToRank
 from minisgl.models.config.model_config import ModelConfig
+from minisgl.scheduler.cache_pools import make_pools
 from minisgl.scheduler.loop import StepEngine, StepLoop
 from minisgl.scheduler.ranks import LeadingEngine
 from minisgl.scheduler.scheduler import Scheduler

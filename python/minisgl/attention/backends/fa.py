@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minisgl.attention.backends.page_kernels import PageList, PageUpcaster
 from minisgl.attention.base import AttentionInputs, AttentionSpec, window_left
-from minisgl.kvcache.pool import KVPool
+from minisgl.kvcache.kv_pool import KVPool
 
 # Largest product of rows and longest query for which a row's keys may be divided among multiprocessors (split-KV): the
 # merge launches this many blocks, even if few of them have work.

@@ -28,7 +28,7 @@ from torch import Tensor
 from minisgl.attention.backends.page_kernels import PageList, make_flattener
 from minisgl.attention.base import AttentionInputs, AttentionSpec, add_sinks, window_left
 from minisgl.core import Int32Array
-from minisgl.kvcache.pool import KVPool
+from minisgl.kvcache.kv_pool import KVPool
 
 PLAIN_DECODE_GROUPS = (1, 2, 3)  # beyond, tensor cores are faster
 _STAGING_BYTES = 8 << 20  # size in FlashInfer's own wrappers

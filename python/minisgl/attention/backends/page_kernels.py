@@ -16,7 +16,7 @@ from torch import Tensor
 from minisgl.attention.base import AttentionInputs, AttentionSpec
 from minisgl.kernel.availability import has_kernels
 from minisgl.kernel.launch.signature import SCALAR_NAMES, KernelSpec, Macros
-from minisgl.kvcache.pool import KVPool
+from minisgl.kvcache.kv_pool import KVPool
 
 _THREADS = 256
 _BLOCKS_OF_SM = 8

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minisgl.attention.base import AttentionInputs, AttentionSpec, shorter_window
 from minisgl.core import Int32Array
-from minisgl.kvcache.pool import KVPool
+from minisgl.kvcache.kv_pool import KVPool
 
 _MAX_SCORES = 1 << 20  # scores of a head that are stored at a time where torch's fused attention is not used
 # torch 2.11's memory-efficient attention is correct for heads up to this size. With the 576 dimensions of latent

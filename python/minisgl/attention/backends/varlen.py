@@ -21,7 +21,7 @@ from torch import Tensor
 from minisgl.attention.backends.torch_backend import read_pages
 from minisgl.attention.base import AttentionInputs, AttentionSpec, add_sinks, shorter_window, window_left
 from minisgl.core import Int32Array
-from minisgl.kvcache.pool import KVPool
+from minisgl.kvcache.kv_pool import KVPool
 
 _MAX_KEYS = 1 << 16  # tokens copied at a time, unless one row alone has more
 

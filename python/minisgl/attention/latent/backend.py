@@ -17,7 +17,7 @@ from minisgl.attention.latent.decode import LatentQueries
 from minisgl.attention.latent.key_blocks import MIN_EXPANDED
 from minisgl.attention.latent.prefill import ExpandedChunks, expands, plan_chunks
 from minisgl.kernel.launch.compile import Compiler
-from minisgl.kvcache.pool import KVPool
+from minisgl.kvcache.kv_pool import KVPool
 from minisgl.uploads import upload
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from minisgl.attention.base import AttentionSpec
 from minisgl.kernel.launch.compile import Compiler
 from minisgl.kernel.launch.signature import SCALAR_NAMES, KernelSpec, Macros
-from minisgl.kvcache.pool import KVPool
+from minisgl.kvcache.kv_pool import KVPool
 
 _THREADS = 256
 _BLOCK_HEADS = 16  # query heads of a block of latent_decode.cu

@@ -11,7 +11,7 @@ import numpy as np
 from minisgl.core import CacheNode, IndexArray, Int32Array, pages_for
 from minisgl.kvcache.base import CacheHandle
 from minisgl.kvcache.page_trust import PageTrust
-from minisgl.kvcache.pools import CachePools
+from minisgl.scheduler.cache_pools import CachePools
 from minisgl.scheduler.requests.request import Awaited, Request
 from minisgl.scheduler.requests.table import SlotTable, common_length
 from minisgl.scheduler.requests.window_rows import WindowRows

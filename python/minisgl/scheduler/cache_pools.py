@@ -1,4 +1,7 @@
-"""Parts of an engine's KV cache that a scheduler owns: pages, cached prefixes, and snapshots of recurrent states."""
+"""Pools of an engine's KV cache that its scheduler owns, by page number: pages, cached prefixes, snapshots of states.
+
+The engine owns the tensors (`KVPool`).
+"""
 
 from __future__ import annotations
 
