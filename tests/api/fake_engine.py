@@ -29,7 +29,16 @@ import zmq
 
 from minisgl.limits import Limits
 from minisgl.message.engine_state import EngineState, StateReport, StateRequest, StepRecord
-from minisgl.message.logprobs import PackedLogprobs, PackedPositions, pack_positions
+from minisgl.message.logprobs import (
+    LogprobRows,
+    PackedLogprobs,
+    PackedPositions,
+    PositionLogprobs,
+    TokenLogprob,
+    pack_positions,
+)
+from minisgl.message.packed_ids import pack_ids, unpack_ids
+from minisgl.message.shared import Abort, FlushCache, Flushed, ProcessCounts, StatsReport, StatsRequest
 from minisgl.message.socket import Addresses, Inbox, Outbox
 from minisgl.message.to_api import (
     Accepted,
@@ -54,19 +63,6 @@ from minisgl.message.to_tokenizer import (
     Prompt,
     TextPrompt,
     ToTokenizer,
-)
-from minisgl.message.types import (
-    Abort,
-    FlushCache,
-    Flushed,
-    LogprobRows,
-    PositionLogprobs,
-    ProcessCounts,
-    StatsReport,
-    StatsRequest,
-    TokenLogprob,
-    pack_ids,
-    unpack_ids,
 )
 from minisgl.sampling_params import SamplingParams
 

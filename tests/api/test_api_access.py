@@ -20,8 +20,8 @@ from starlette.requests import HTTPConnection
 
 from minisgl.cli import parse_args
 from minisgl.config import ConfigError, HttpConfig
+from minisgl.message.shared import Abort
 from minisgl.message.to_tokenizer import Generate
-from minisgl.message.types import Abort
 from minisgl.server.api.http.gates import client_of
 from minisgl.server.supervisor import bind
 

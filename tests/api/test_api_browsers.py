@@ -10,8 +10,8 @@ from api_harness import RunningServer
 
 from minisgl.cli import parse_args
 from minisgl.config import ConfigError, HttpConfig
+from minisgl.message.shared import Abort, FlushCache
 from minisgl.message.to_tokenizer import Encode, Generate
-from minisgl.message.types import Abort, FlushCache
 from minisgl.server.api.http.gates import CONTROL_ROUTES
 
 CHAT = "/v1/chat/completions"

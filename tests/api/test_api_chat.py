@@ -11,10 +11,11 @@ from api_harness import MODEL, RunningServer
 from api_sse import parse_events
 from fake_engine import answer
 
-from minisgl.message.logprobs import pack_positions
+from minisgl.message.logprobs import PositionLogprobs, TokenLogprob, pack_positions
+from minisgl.message.packed_ids import pack_ids
+from minisgl.message.shared import TextOptions
 from minisgl.message.to_api import OutputDelta
 from minisgl.message.to_tokenizer import ChatPrompt, Generate
-from minisgl.message.types import PositionLogprobs, TextOptions, TokenLogprob, pack_ids
 from minisgl.server.api.answers.chat_writer import ChatWriter
 from minisgl.server.api.answers.parsed_choice import ChatOptions
 from minisgl.server.api.bodies.route_bodies import ChatBody

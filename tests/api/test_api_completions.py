@@ -10,9 +10,9 @@ from api_harness import MODEL, RunningServer
 from api_sse import parse_events
 from fake_engine import answer
 
+from minisgl.message.packed_ids import pack_ids
 from minisgl.message.to_api import OutputDelta, OutputDeltas
 from minisgl.message.to_tokenizer import Generate, IdsPrompt, TextPrompt
-from minisgl.message.types import pack_ids
 
 PATH = "/v1/completions"
 

@@ -13,9 +13,9 @@ import pytest
 from api_harness import RawClient, RunningServer
 from fake_engine import answer, prompt_text, wait_until
 
+from minisgl.message.packed_ids import pack_ids
 from minisgl.message.to_api import OutputDelta, OutputDeltas
 from minisgl.message.to_tokenizer import Generate
-from minisgl.message.types import pack_ids
 
 HELD = {"prompt": "hold", "max_tokens": 2}
 Start = Callable[..., RunningServer]

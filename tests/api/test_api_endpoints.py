@@ -14,9 +14,10 @@ from api_sse import parse_events
 from fake_engine import wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
+from minisgl.message.packed_ids import pack_ids, unpack_ids
+from minisgl.message.shared import Abort, FlushCache, StatsRequest
 from minisgl.message.to_api import OutputDelta, OutputDeltas
 from minisgl.message.to_tokenizer import ChatPrompt, Encode, Generate, IdsPrompt, TextPrompt
-from minisgl.message.types import Abort, FlushCache, StatsRequest, pack_ids, unpack_ids
 from minisgl.server.api.bodies.route_bodies import ChatBody, CompletionBody, GenerateBody, SglangBody
 
 CHAT = "/v1/chat/completions"

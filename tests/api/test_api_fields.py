@@ -11,8 +11,9 @@ import pytest
 from api_harness import MODEL, RunningServer
 
 from minisgl.config import SamplingDefaults
+from minisgl.message.packed_ids import pack_ids
+from minisgl.message.shared import TextOptions
 from minisgl.message.to_tokenizer import Generate, IdsPrompt, TextPrompt
-from minisgl.message.types import TextOptions, pack_ids
 from minisgl.sampling_params import Grammar, SamplingParams
 
 ROUTES = ["/v1/chat/completions", "/v1/completions", "/generate"]

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from pydantic_core import from_json
 
 from minisgl.config import HttpConfig
+from minisgl.message.logprobs import PositionLogprobs
 from minisgl.message.to_tokenizer import Generate
-from minisgl.message.types import PositionLogprobs
 from minisgl.server.api.answers import answer, chat_writer, completions
 from minisgl.server.api.answers.chat_writer import ChatMessage, message_of
 from minisgl.server.api.answers.large_json import slices

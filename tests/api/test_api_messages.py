@@ -11,9 +11,9 @@ from api_harness import MODEL, RawClient, RunningServer
 from pydantic_core import from_json
 
 from minisgl.config import SamplingDefaults
+from minisgl.message.packed_ids import pack_ids
 from minisgl.message.to_api import OutputDelta, OutputDeltas
 from minisgl.message.to_tokenizer import ChatPrompt, Encode, Generate
-from minisgl.message.types import pack_ids
 
 PATH = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"

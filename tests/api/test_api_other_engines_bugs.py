@@ -10,9 +10,10 @@ from api_harness import MODEL, RawClient, RunningServer
 from api_sse import parse_events
 from fake_engine import LIMITS, answer, wait_until
 
+from minisgl.message.packed_ids import pack_ids
+from minisgl.message.shared import Abort
 from minisgl.message.to_api import OutputDelta, OutputDeltas
 from minisgl.message.to_tokenizer import Generate
-from minisgl.message.types import Abort, pack_ids
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]

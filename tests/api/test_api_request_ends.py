@@ -15,9 +15,10 @@ from api_harness import MODEL, RawClient, RunningServer
 from api_sse import parse_events
 from fake_engine import answer, wait_until
 
+from minisgl.message.packed_ids import pack_ids
+from minisgl.message.shared import Abort
 from minisgl.message.to_api import Accepted, OutputDelta, OutputDeltas
 from minisgl.message.to_tokenizer import Generate
-from minisgl.message.types import Abort, pack_ids
 from minisgl.server.api.answers.answer import Answer, Writer
 from minisgl.server.api.requests.open_request import Job, OpenRequest
 

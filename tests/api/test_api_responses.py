@@ -14,9 +14,10 @@ import pytest
 from api_harness import MODEL, RunningServer
 from pydantic import BaseModel
 
+from minisgl.message.packed_ids import pack_ids
+from minisgl.message.shared import Abort, TextOptions
 from minisgl.message.to_api import OutputDelta, OutputDeltas
 from minisgl.message.to_tokenizer import ChatPrompt, Encode, Generate
-from minisgl.message.types import Abort, TextOptions, pack_ids
 from minisgl.parsers.streaming import CallArguments, CallStart, Content, Reasoning
 from minisgl.sampling_params import SamplingParams
 from minisgl.server.api.requests.open_request import Job

@@ -11,8 +11,8 @@ from api_harness import RunningServer
 from api_sse import parse_events
 from fake_engine import answer
 
+from minisgl.message.packed_ids import pack_ids
 from minisgl.message.to_tokenizer import Generate, IdsPrompt, TextPrompt
-from minisgl.message.types import pack_ids
 from minisgl.sampling_params import Grammar
 
 

@@ -12,7 +12,7 @@ from api_harness import MODEL, RunningServer
 from api_sse import parse_events
 from fake_engine import answer
 
-from minisgl.message.types import PositionLogprobs, TokenLogprob
+from minisgl.message.logprobs import PositionLogprobs, TokenLogprob
 from minisgl.server.api.answers.large_json import VALUES_A_PIECE, JsonList, encode_large
 from minisgl.server.api.answers.logprob_forms import (
     LOWEST,

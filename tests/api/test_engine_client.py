@@ -10,20 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minisgl.message.logprobs import PackedLogprobs, pack_positions
+from minisgl.message.logprobs import LogprobRows, PackedLogprobs, PositionLogprobs, TokenLogprob, pack_positions
+from minisgl.message.packed_ids import pack_ids
+from minisgl.message.shared import Abort, ProcessCounts, StatsReport, StatsRequest, TextOptions
 from minisgl.message.to_api import Accepted, OutputDelta, OutputDeltas, Refused
 from minisgl.message.to_tokenizer import Generate, TextPrompt, ToTokenizer
-from minisgl.message.types import (
-    Abort,
-    LogprobRows,
-    PositionLogprobs,
-    ProcessCounts,
-    StatsReport,
-    StatsRequest,
-    TextOptions,
-    TokenLogprob,
-    pack_ids,
-)
 from minisgl.sampling_params import SamplingParams
 from minisgl.seeds import choice_seed
 from minisgl.server.api.http.errors import ApiError

@@ -18,7 +18,7 @@ import torch
 
 from exact.oracle import LOGIT_MARGIN, choose
 from minisgl import LLM, SamplingParams
-from minisgl.message.types import PositionLogprobs
+from minisgl.message.logprobs import PositionLogprobs
 from minisgl.seeds import choice_seed
 from models.tiny import SHAPE, VOCAB, make_model
 from support.tiny_tokenizer import save_byte_tokenizer

@@ -17,8 +17,8 @@ import numpy as np
 from minisgl.config import SchedulerConfig
 from minisgl.core import NO_TOKEN, Batch, DeviceOutOfMemory, Int32Array, Logprobs, StepResult
 from minisgl.kvcache.window import WindowGroup, usual_ratio, windowed_pages
-from minisgl.message.logprobs import unpack_logprobs
-from minisgl.message.types import LogprobRows, PositionLogprobs, unpack_ids
+from minisgl.message.logprobs import LogprobRows, PositionLogprobs, unpack_logprobs
+from minisgl.message.packed_ids import unpack_ids
 from minisgl.sampling_params import SamplingParams
 from minisgl.scheduler.cache_pools import make_pools
 from minisgl.scheduler.loop import StepLoop

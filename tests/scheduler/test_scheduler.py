@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from minisgl.core import Batch
-from minisgl.message.types import TextOptions
+from minisgl.message.shared import TextOptions
 from minisgl.sampling_params import Grammar, SamplingParams
 from minisgl.scheduler.requests.request import Request, RequestState
 from minisgl.scheduler.requests.waiting_queue import LOOKED_AT, MAX_PASSED, PATIENCE, WaitingQueue

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from minisgl.core import FinishReason
-from minisgl.message.logprobs import unpack_positions
+from minisgl.message.logprobs import LogprobRows, PositionLogprobs, TokenLogprob, unpack_positions
+from minisgl.message.packed_ids import pack_ids, unpack_ids
+from minisgl.message.shared import TextOptions
 from minisgl.message.to_api import OutputDelta
 from minisgl.message.to_detokenizer import End, Open, StepOutput
 from minisgl.message.to_scheduler import Stopped
-from minisgl.message.types import LogprobRows, PositionLogprobs, TextOptions, TokenLogprob, pack_ids, unpack_ids
 from minisgl.tokenizer.decoder_choice import make_decoder
 from minisgl.tokenizer.detokenizer import Detokenizer
 from tokenizer import small

@@ -25,6 +25,8 @@ from minisgl.config import EngineConfig, ServerConfig
 from minisgl.limits import Limits
 from minisgl.message import control, to_detokenizer, to_tokenizer
 from minisgl.message.control import ControlPipe, ToSupervisor
+from minisgl.message.packed_ids import pack_ids, unpack_ids
+from minisgl.message.shared import Abort, FlushCache, Flushed, ProcessCounts, StatsReport, StatsRequest, TextOptions
 from minisgl.message.socket import Addresses, Inbox, Outbox
 from minisgl.message.to_api import (
     Accepted,
@@ -41,17 +43,6 @@ from minisgl.message.to_api import (
 from minisgl.message.to_detokenizer import End, Open, StepOutput
 from minisgl.message.to_scheduler import Add, Stopped, ToScheduler
 from minisgl.message.to_tokenizer import ChatPrompt, Generate, IdsPrompt, TextPrompt
-from minisgl.message.types import (
-    Abort,
-    FlushCache,
-    Flushed,
-    ProcessCounts,
-    StatsReport,
-    StatsRequest,
-    TextOptions,
-    pack_ids,
-    unpack_ids,
-)
 from minisgl.sampling_params import Grammar, SamplingParams
 from minisgl.structured_output.validator import GrammarValidator
 from minisgl.tokenizer import admission

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NotRequired, TypedDict
 
 from minisgl.core import ErrorCause, FinishReason
-from minisgl.message.logprobs import unpack_positions
+from minisgl.message.logprobs import PositionLogprobs, unpack_positions
+from minisgl.message.packed_ids import unpack_ids
 from minisgl.message.to_api import OutputDelta
-from minisgl.message.types import PositionLogprobs, unpack_ids
 from minisgl.sampling_params import SamplingParams
 
 

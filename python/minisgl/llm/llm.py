@@ -27,8 +27,8 @@ from minisgl.llm.keywords import read_settings, signature
 from minisgl.llm.params import default_params, resolve_params
 from minisgl.llm.rank_processes import RankLost, RankProcesses
 from minisgl.message.control import Progress
-from minisgl.message.to_tokenizer import PairPrompt
-from minisgl.message.types import ConversationMessage, TextOptions
+from minisgl.message.shared import TextOptions
+from minisgl.message.to_tokenizer import ConversationMessage, PairPrompt
 from minisgl.models.config.generation_config import load_sampling_defaults
 from minisgl.models.hub import find_model
 from minisgl.models.load_config import load_engine_model

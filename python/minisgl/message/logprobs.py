@@ -13,7 +13,38 @@ from typing import Protocol, TypeAlias
 import msgspec
 import numpy as np
 
-from minisgl.message.types import ID_BYTES, LogprobRows, PackedIds, PositionLogprobs, TokenLogprob, unpack_ids
+from minisgl.message.packed_ids import ID_BYTES, PackedIds, unpack_ids
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Token at a position, or an alternative to it."""
+
+    token: int
+    text: bytes  # its UTF-8 bytes, which may be a part of a character
+    logprob: float
+
+
+class PositionLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Token at a position, and the most likely alternatives."""
+
+    chosen: TokenLogprob
+    rank: int  # rank of the chosen token: 1 is the most likely
+    top: list[TokenLogprob]
+    special: bool = False  # the chosen token is one that `skip_special_tokens` leaves out of the text
+
+
+class LogprobRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Log-probabilities at n positions with m alternatives in all, packed sequence by sequence."""
+
+    seq_ids: list[int]
+    lengths: list[int]  # number of positions of each sequence
+    tops: list[int]  # number of alternatives at each position of a sequence
+    tokens: PackedIds  # [n]
+    logprobs: bytes  # [n] float32
+    ranks: PackedIds  # [n]
+    top_tokens: PackedIds  # [m], most likely first at each position
+    top_logprobs: bytes  # [m] float32
+
 
 PackedPositions: TypeAlias = bytes  # msgpack: list[PositionLogprobs], or nothing
 POSITIONS_A_SLICE = 256

@@ -9,7 +9,8 @@ import msgspec
 from minisgl.core import ErrorCause, FinishReason
 from minisgl.message.engine_state import StateReport
 from minisgl.message.logprobs import PackedLogprobs, PackedPositions
-from minisgl.message.types import Flushed, PackedIds, StatsReport
+from minisgl.message.packed_ids import PackedIds
+from minisgl.message.shared import Flushed, StatsReport
 
 RefusalStatus: TypeAlias = Literal[400, 500, 503]  # HTTP's
 

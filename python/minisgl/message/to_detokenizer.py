@@ -8,7 +8,9 @@ import msgspec
 
 from minisgl.core import ErrorCause, FinishReason
 from minisgl.message.engine_state import StateReport
-from minisgl.message.types import Flushed, LogprobRows, PackedIds, StatsReport, TextOptions
+from minisgl.message.logprobs import LogprobRows
+from minisgl.message.packed_ids import PackedIds
+from minisgl.message.shared import Flushed, StatsReport, TextOptions
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True):

@@ -8,7 +8,8 @@ import msgspec
 
 from minisgl.core import Batch, Int32Array
 from minisgl.message.engine_state import StateRequest
-from minisgl.message.types import Abort, FlushCache, PackedIds, StatsRequest, TextOptions
+from minisgl.message.packed_ids import PackedIds
+from minisgl.message.shared import Abort, FlushCache, StatsRequest, TextOptions
 from minisgl.sampling_params import SamplingParams
 
 

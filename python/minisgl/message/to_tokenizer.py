@@ -7,8 +7,11 @@ from typing import Any, TypeAlias
 import msgspec
 
 from minisgl.message.engine_state import StateRequest
-from minisgl.message.types import Abort, ConversationMessage, FlushCache, PackedIds, StatsRequest, TextOptions
+from minisgl.message.packed_ids import PackedIds
+from minisgl.message.shared import Abort, FlushCache, StatsRequest, TextOptions
 from minisgl.sampling_params import SamplingParams
+
+ConversationMessage: TypeAlias = dict[str, Any]  # in a form of OpenAI, or as chat templates read it
 
 
 class TextPrompt(msgspec.Struct, frozen=True, tag=True):

@@ -12,10 +12,11 @@ from time import perf_counter
 import zmq
 
 from minisgl.message.engine_state import EngineState, StateReport, StateRequest
+from minisgl.message.packed_ids import unpack_ids
+from minisgl.message.shared import Abort, FlushCache, Flushed, ProcessCounts, StatsReport, StatsRequest
 from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_detokenizer import ToDetokenizer
 from minisgl.message.to_scheduler import Add, Stopped, ToRank, ToScheduler
-from minisgl.message.types import Abort, FlushCache, Flushed, ProcessCounts, StatsReport, StatsRequest, unpack_ids
 from minisgl.models.load_config import load_engine_model
 from minisgl.process.worker import Worker
 from minisgl.scheduler.assembly import make_loop, reuses_prefixes

@@ -17,8 +17,8 @@ from minisgl.config import SchedulerConfig
 from minisgl.core import AnyArray, Batch, CacheNode, FinishReason, Int32Array, NewRow, StepResult
 from minisgl.kvcache.base import CacheHandle
 from minisgl.message.engine_state import SequenceState
+from minisgl.message.shared import TextOptions
 from minisgl.message.to_detokenizer import StepOutput
-from minisgl.message.types import TextOptions
 from minisgl.sampling_params import SamplingParams
 from minisgl.scheduler.cache_pools import CachePools
 from minisgl.scheduler.requests.lifecycle import RequestLifecycle

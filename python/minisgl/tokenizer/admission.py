@@ -10,10 +10,10 @@ import msgspec
 
 from minisgl.core import Int32Array
 from minisgl.limits import Limits
+from minisgl.message.packed_ids import pack_ids, unpack_ids
 from minisgl.message.to_api import Accepted, Echo, Refused
 from minisgl.message.to_scheduler import Add
 from minisgl.message.to_tokenizer import ChatPrompt, Generate, IdsPrompt, PairPrompt, Prompt, TextPrompt
-from minisgl.message.types import pack_ids, unpack_ids
 from minisgl.sampling_params import MAX_BAD_WORD_TOKENS, Grammar, InvalidRequest, SamplingParams, resolve_max_tokens
 from minisgl.structured_output.compile_queue import QueueFull
 from minisgl.structured_output.translate import field_of

@@ -17,7 +17,7 @@ from typing import Any
 import jinja2
 
 from minisgl.config import ConfigError
-from minisgl.message.types import ConversationMessage
+from minisgl.message.to_tokenizer import ConversationMessage
 from minisgl.sampling_params import InvalidRequest
 from minisgl.tokenizer.harmony_messages import harmony_kwargs, harmony_messages, is_harmony
 from minisgl.tokenizer.template_sandbox import Refusal, TemplateSandbox

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from minisgl.message.types import ConversationMessage
+from minisgl.message.to_tokenizer import ConversationMessage
 from minisgl.sampling_params import InvalidRequest
 
 T = TypeVar("T")

@@ -10,10 +10,10 @@ from __future__ import annotations
 import msgspec
 
 from minisgl.message.logprobs import PackedLogprobs, pack_positions, unpack_logprobs
+from minisgl.message.packed_ids import ID_BYTES, unpack_ids
 from minisgl.message.to_api import OutputDelta
 from minisgl.message.to_detokenizer import End, Open, StepOutput
 from minisgl.message.to_scheduler import Stopped
-from minisgl.message.types import ID_BYTES, unpack_ids
 from minisgl.parsers.streaming import possible_start
 from minisgl.tokenizer.decoders.base import TextDecoder
 

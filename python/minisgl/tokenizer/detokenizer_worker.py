@@ -5,11 +5,11 @@ from __future__ import annotations
 import zmq
 
 from minisgl.message.engine_state import StateReport
+from minisgl.message.shared import Flushed, ProcessCounts, StatsReport
 from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_api import OutputDeltas, ToApi
 from minisgl.message.to_detokenizer import StepOutput, ToDetokenizer
 from minisgl.message.to_scheduler import ToScheduler
-from minisgl.message.types import Flushed, ProcessCounts, StatsReport
 from minisgl.process.worker import Worker
 from minisgl.tokenizer.detokenizer import Detokenizer
 from minisgl.tokenizer.load_tokenizer import load_decoder

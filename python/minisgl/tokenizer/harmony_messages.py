@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from minisgl.message.types import ConversationMessage
+from minisgl.message.to_tokenizer import ConversationMessage
 from minisgl.parsers.harmony import SHOWN_BY
 
 _EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}  # effort unknown to the models -> nearest

@@ -18,11 +18,12 @@ import zmq
 
 from minisgl.limits import Limits
 from minisgl.message.engine_state import StateRequest
+from minisgl.message.packed_ids import pack_ids, unpack_ids
+from minisgl.message.shared import Abort, FlushCache, ProcessCounts, StatsRequest
 from minisgl.message.socket import Inbox, Outbox, Sender
 from minisgl.message.to_api import Decoded, Described, Encoded, Reply, ToApi, Unanswered
 from minisgl.message.to_scheduler import ToScheduler
 from minisgl.message.to_tokenizer import Decode, Describe, Encode, Generate, ToTokenizer
-from minisgl.message.types import Abort, FlushCache, ProcessCounts, StatsRequest, pack_ids, unpack_ids
 from minisgl.process.worker import Worker
 from minisgl.sampling_params import InvalidRequest
 from minisgl.structured_output.translate import named_tokens

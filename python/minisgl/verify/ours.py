@@ -22,7 +22,7 @@ from minisgl.engine.engine import Engine
 from minisgl.engine.forward import ForwardOutput
 from minisgl.engine.step_inputs import step_inputs
 from minisgl.layers.norm import RMSNorm
-from minisgl.message.types import unpack_ids
+from minisgl.message.packed_ids import unpack_ids
 from minisgl.models.config.model_config import ModelConfig
 from minisgl.models.decoder import DecoderModel
 from minisgl.models.decoder_layer import States

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 from minisgl.core import AnyArray, Int32Array, Logprobs
 from minisgl.kvcache.base import CacheHandle
 from minisgl.message.engine_state import SequenceState
-from minisgl.message.types import TextOptions
+from minisgl.message.shared import TextOptions
 from minisgl.sampling_params import SamplingParams
 from minisgl.structured_output.protocol import Matcher
 

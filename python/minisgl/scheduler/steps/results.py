@@ -7,8 +7,8 @@ import logging
 import numpy as np
 
 from minisgl.core import NO_TOKEN, AnyArray, Batch, ErrorCause, IndexArray, Int32Array, StepResult
+from minisgl.message.packed_ids import pack_ids
 from minisgl.message.to_detokenizer import Pooled
-from minisgl.message.types import pack_ids
 from minisgl.scheduler.requests.lifecycle import RequestLifecycle
 from minisgl.scheduler.requests.request import Request
 from minisgl.scheduler.requests.table import SlotTable

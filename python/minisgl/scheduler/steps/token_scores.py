@@ -17,8 +17,9 @@ from minisgl.core import (
     ScoredTokens,
     StepResult,
 )
+from minisgl.message.logprobs import LogprobRows
+from minisgl.message.packed_ids import pack_ids
 from minisgl.message.to_detokenizer import StepOutput
-from minisgl.message.types import LogprobRows, pack_ids
 from minisgl.sampling_params import SamplingFlags
 from minisgl.scheduler.requests.request import Request
 from minisgl.scheduler.requests.table import SlotTable

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from minisgl.limits import Limits
-from minisgl.message.types import ConversationMessage
+from minisgl.message.to_tokenizer import ConversationMessage
 from minisgl.parsers.parser_choice import NONE, AnswerParser, Parsers
 from minisgl.sampling_params import Grammar, InvalidRequest
 from minisgl.server.api.answers.parsed_choice import ChatOptions

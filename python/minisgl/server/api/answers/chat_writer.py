@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from minisgl.message.types import unpack_ids
+from minisgl.message.packed_ids import unpack_ids
 from minisgl.parsers.streaming import CallArguments, CallStart, Content, Event, Reasoning
 from minisgl.server.api.answers.answer import CompletionTokensDetails, Usage, Writer, server_sent_event, usage_of
 from minisgl.server.api.answers.large_json import encode_large

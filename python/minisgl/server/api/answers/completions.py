@@ -15,7 +15,7 @@ from msgspec import UNSET, UnsetType
 
 from minisgl.core import FinishReason
 from minisgl.limits import Limits
-from minisgl.message.types import unpack_ids
+from minisgl.message.packed_ids import unpack_ids
 from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.answers.answer import Usage, Writer, server_sent_event, usage_of
 from minisgl.server.api.answers.large_json import encode_large

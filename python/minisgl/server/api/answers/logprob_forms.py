@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, cast
 
 import msgspec
 
-from minisgl.message.types import PositionLogprobs, TokenLogprob
+from minisgl.message.logprobs import PositionLogprobs, TokenLogprob
 from minisgl.server.api.answers.large_json import VALUES_A_PIECE, JsonList, slices
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON does not have

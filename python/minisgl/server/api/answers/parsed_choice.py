@@ -9,8 +9,7 @@ from typing import Literal, TypeAlias
 
 from msgspec import UNSET, UnsetType
 
-from minisgl.message.logprobs import PackedPositions, unpack_positions
-from minisgl.message.types import PositionLogprobs
+from minisgl.message.logprobs import PackedPositions, PositionLogprobs, unpack_positions
 from minisgl.parsers.parser_choice import AnswerParser
 from minisgl.parsers.streaming import CallArguments, CallStart, Content, Event, Reasoning
 from minisgl.server.api.answers.logprob_forms import ChatLogprobs, chat_logprobs

@@ -12,7 +12,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from minisgl.limits import Limits
-from minisgl.message.types import PositionLogprobs, TokenLogprob, unpack_ids
+from minisgl.message.logprobs import PositionLogprobs, TokenLogprob
+from minisgl.message.packed_ids import unpack_ids
 from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.answers.answer import Usage, Writer, server_sent_event
 from minisgl.server.api.answers.completions import generate_job

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minisgl.limits import Limits
-from minisgl.message.types import ConversationMessage
+from minisgl.message.to_tokenizer import ConversationMessage
 from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.anthropic.bodies import AnthropicBody, MessagesBody, OutputFormat
 from minisgl.server.api.bodies.read_body import validate

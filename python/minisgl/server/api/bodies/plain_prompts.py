@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from minisgl.limits import Limits
+from minisgl.message.packed_ids import pack_ids
 from minisgl.message.to_tokenizer import IdsPrompt, TextPrompt
-from minisgl.message.types import pack_ids
 from minisgl.sampling_params import CONTEXT_LENGTH_EXCEEDED, InvalidRequest
 
 PlainPrompt: TypeAlias = TextPrompt | IdsPrompt

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 from pydantic import BeforeValidator, Field, WithJsonSchema, create_model
 
 from minisgl.limits import Limits
-from minisgl.message.types import TextOptions
+from minisgl.message.shared import TextOptions
 from minisgl.request_fields import RequestField, bounded_fields, request_fields
 from minisgl.sampling_params import Grammar, InvalidRequest, SamplingParams
 from minisgl.structured_output.response_format import (

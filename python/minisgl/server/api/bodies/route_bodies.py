@@ -12,8 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, WithJsonSchema
 
 from minisgl.limits import MAX_OPENAI_TEMPERATURE
-from minisgl.message.to_tokenizer import ChatPrompt
-from minisgl.message.types import ConversationMessage
+from minisgl.message.to_tokenizer import ChatPrompt, ConversationMessage
 from minisgl.request_fields import TOKEN_ID, RequestField
 from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.bodies.read_body import MAX_ITEMS

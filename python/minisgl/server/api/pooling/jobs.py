@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from minisgl.limits import Limits
+from minisgl.message.packed_ids import pack_ids
+from minisgl.message.shared import TextOptions
 from minisgl.message.to_tokenizer import IdsPrompt, PairPrompt, Prompt, TextPrompt
-from minisgl.message.types import TextOptions, pack_ids
 from minisgl.pooling.pooling_config import PoolingConfig
 from minisgl.sampling_params import CONTEXT_LENGTH_EXCEEDED, InvalidRequest, SamplingParams
 from minisgl.server.api.bodies.plain_prompts import PROMPT_KINDS, checked_ids, is_ids

@@ -17,10 +17,10 @@ from contextlib import contextmanager
 
 import msgspec
 
+from minisgl.message.shared import Abort, ProcessCounts
 from minisgl.message.socket import Sender
 from minisgl.message.to_api import Accepted, OutputDelta, OutputDeltas, Refused, ToApi
 from minisgl.message.to_tokenizer import Generate, GenerateOptions, Query, ToTokenizer
-from minisgl.message.types import Abort, ProcessCounts
 from minisgl.sampling_params import InvalidRequest
 from minisgl.seeds import choice_seed, random_seed
 from minisgl.server.api.http.errors import aborted, invalid, overloaded, refused, shutting_down

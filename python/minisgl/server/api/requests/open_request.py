@@ -14,10 +14,10 @@ from typing import Protocol
 import msgspec
 
 from minisgl.core import FinishReason
-from minisgl.message.logprobs import PackedPositions, unpack_positions
+from minisgl.message.logprobs import PackedPositions, PositionLogprobs, unpack_positions
+from minisgl.message.packed_ids import PackedIds, num_ids, unpack_ids
 from minisgl.message.to_api import Accepted, Echo, OutputDelta
 from minisgl.message.to_tokenizer import GenerateOptions, Prompt
-from minisgl.message.types import PackedIds, PositionLogprobs, num_ids, unpack_ids
 from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.http.errors import generation_error, invalid_request, too_many_logprobs
 from minisgl.server.api.metrics import RequestMetrics, SequenceClock

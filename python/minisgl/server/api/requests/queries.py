@@ -10,10 +10,10 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from minisgl.message.shared import ProcessCounts, StatsReport, StatsRequest
 from minisgl.message.socket import Sender
 from minisgl.message.to_api import Reply, Unanswered
 from minisgl.message.to_tokenizer import Query, ToTokenizer
-from minisgl.message.types import ProcessCounts, StatsReport, StatsRequest
 from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.http.errors import ApiError, no_answer, refused
 

@@ -10,7 +10,7 @@ import base64
 import binascii
 from collections.abc import Callable, Sequence
 
-from minisgl.message.types import ConversationMessage
+from minisgl.message.to_tokenizer import ConversationMessage
 from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.bodies.route_bodies import MAX_MESSAGES
 from minisgl.server.api.responses.body import Item

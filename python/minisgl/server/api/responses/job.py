@@ -12,8 +12,7 @@ import msgspec
 from msgspec import UNSET
 
 from minisgl.limits import Limits
-from minisgl.message.to_tokenizer import ChatPrompt
-from minisgl.message.types import ConversationMessage
+from minisgl.message.to_tokenizer import ChatPrompt, ConversationMessage
 from minisgl.parsers.parser_choice import Parsers
 from minisgl.sampling_params import InvalidRequest, SamplingParams
 from minisgl.server.api.answers.chat import chat_job

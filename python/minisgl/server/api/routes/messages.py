@@ -8,9 +8,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from minisgl.message.packed_ids import num_ids
 from minisgl.message.to_api import Encoded
 from minisgl.message.to_tokenizer import Encode
-from minisgl.message.types import num_ids
 from minisgl.server.api.answers.answer import Answer
 from minisgl.server.api.answers.chat import chat_job
 from minisgl.server.api.anthropic.bodies import CountTokensBody, MessagesBody

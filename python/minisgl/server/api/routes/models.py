@@ -11,9 +11,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from minisgl.message.packed_ids import pack_ids, unpack_ids
 from minisgl.message.to_api import Decoded, Described, Encoded
 from minisgl.message.to_tokenizer import ChatPrompt, Decode, Describe, Encode, TextPrompt
-from minisgl.message.types import pack_ids, unpack_ids
 from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.bodies.plain_prompts import checked_ids
 from minisgl.server.api.bodies.route_bodies import DetokenizeBody, TokenizeBody

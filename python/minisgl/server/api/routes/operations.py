@@ -9,8 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from minisgl import __version__
+from minisgl.message.packed_ids import pack_ids
+from minisgl.message.shared import FlushCache, Flushed, TextOptions
 from minisgl.message.to_tokenizer import IdsPrompt
-from minisgl.message.types import FlushCache, Flushed, TextOptions, pack_ids
 from minisgl.sampling_params import InvalidRequest, SamplingParams
 from minisgl.server.api.bodies.route_bodies import AbortBody
 from minisgl.server.api.http.errors import no_answer, overloaded, shutting_down, unhealthy

@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 from starlette.types import Receive, Scope, Send
 
+from minisgl.message.packed_ids import num_ids
 from minisgl.message.to_api import Encoded
 from minisgl.message.to_tokenizer import ChatPrompt, Encode
-from minisgl.message.types import num_ids
 from minisgl.server.api.answers.answer import Answer
 from minisgl.server.api.answers.large_json import encode_large
 from minisgl.server.api.http.connection import LargeJson
