@@ -16,12 +16,14 @@ import numpy as np
 
 from minisgl.config import SchedulerConfig
 from minisgl.core import NO_TOKEN, Batch, DeviceOutOfMemory, Int32Array, Logprobs, StepResult
+from minisgl.kvcache.base import empty_pages
 from minisgl.kvcache.window import WindowGroup, usual_ratio, windowed_pages
 from minisgl.message.logprobs import LogprobRows, PositionLogprobs, unpack_logprobs
 from minisgl.message.packed_ids import unpack_ids
 from minisgl.sampling_params import SamplingParams
 from minisgl.scheduler.cache_pools import make_pools
 from minisgl.scheduler.loop import StepLoop
+from minisgl.scheduler.requests.request_pages import RequestPages
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.steps.token_scores import pack_logprobs
 from minisgl.step_cost import StepCost
@@ -410,7 +412,7 @@ class World:
     def step(self) -> None:
         output = self.loop.step()
         if self.scheduler._next_step % 20 == 0:  # not every step, because the check is slow
-            self.scheduler._pages.check_windows()
+            check_windows(self.scheduler._pages)
         self.entered += [opened.seq_id for opened in output.opened]
         self.cached.update((opened.seq_id, opened.cached_tokens) for opened in output.opened)
         for seq_id, token in zip(output.seq_ids, unpack_ids(output.tokens).tolist(), strict=True):
@@ -456,6 +458,16 @@ class World:
         while self.loop.has_work:
             self.step()
         self.scheduler.check_idle()
+
+
+def check_windows(pages: RequestPages) -> None:
+    """Raise BrokenInvariant if a windowed page has no owner or two."""
+    windows, table = pages._windows, pages._table
+    if windows is None:
+        return
+    rows = [slot for slot, request in enumerate(table.requests) if request is not None]
+    held = [windows._pages[slot, windows._first_own(slot) : table.num_pages[slot]] for slot in rows]
+    windows.pool.check(pages._cache.owned_pages(), np.concatenate([*held, empty_pages()]))
 
 
 def random_prompt(rng: random.Random, families: int, longest: int) -> list[int]:

@@ -13,7 +13,7 @@ from minisgl.kvcache.radix import RadixCache
 from minisgl.kvcache.window import pages_behind
 from minisgl.sampling_params import Grammar, SamplingParams
 from minisgl.scheduler.requests.request import RequestState
-from scheduler.simulation import ALWAYS_IN_TURNS, Asked, SimulatedMatcher, World, random_prompt
+from scheduler.simulation import ALWAYS_IN_TURNS, Asked, SimulatedMatcher, World, check_windows, random_prompt
 
 MOST_IDLE = 3  # steps in a row that launch nothing and end nothing, while steps in flight are completed
 
@@ -65,7 +65,7 @@ def check_accounts(world: World) -> None:
     cache, allocator = pages._pool.cache, pages._pool.allocator
     allocator.check()
     cache.check()
-    pages.check_windows()
+    check_windows(pages)
 
     rows = {slot: request for slot, request in enumerate(table.requests) if request is not None}
     assert sorted([*rows, *table._free]) == list(range(world.num_slots))

@@ -317,11 +317,6 @@ class RequestPages:
         }
         return counts if self._windows is None else counts | self._windows.counts()
 
-    def check_windows(self) -> None:
-        """Raise BrokenInvariant if a windowed page has no owner or two; for tests, slow."""
-        if self._windows is not None:
-            self._windows.pool.check(self._cache.owned_pages(), self._windows.held())
-
     def check_idle(self) -> None:
         """Raise BrokenInvariant or RuntimeError if a page is lost, locked or promised although no request runs."""
         self._pool.check_idle()

@@ -147,17 +147,6 @@ class WindowRows:
             "window_pages_given_back": self.given_back,
         }
 
-    def held(self) -> Int32Array:
-        """Return all windowed pages that running requests own; for checks, slow."""
-        return np.concatenate(
-            [
-                self._pages[slot, self._first_own(slot) : self._table.num_pages[slot]]
-                for slot in range(len(self._start))
-                if self._table.requests[slot] is not None
-            ]
-            or [np.empty(0, dtype=np.int32)]
-        )
-
     def _first(self, prefix: Int32Array) -> int:
         return max(len(prefix) - self._behind, 0)
 
