@@ -100,8 +100,7 @@ class Way:
         self._graphs: PrefillGraphs | None = None
         tp._long_sums = sums
         if captured:
-            longest = engine.limits.max_seq_len
-            self._graphs = PrefillGraphs(engine._runner, [batch.num_tokens], longest, GraphMemory(), lambda: None)
+            self._graphs = PrefillGraphs(engine._runner, [batch.num_tokens], GraphMemory())
 
     def run(self) -> Tensor:
         """Launch a step and return its logits [1, vocab_size]."""

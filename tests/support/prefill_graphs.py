@@ -10,4 +10,4 @@ from minisgl.engine.engine import Engine
 def capture_all_prefills(engine: Engine) -> None:
     """Capture graphs of all sizes: an engine has only those that its trial finds faster, which varies."""
     sizes = GraphSizes(decode_graph_sizes(engine.num_slots), prefill_graph_sizes(PREFILL_SIZES[-1]))
-    engine._graphs = engine._queue.call(lambda: Graphs(engine._runner, sizes, engine.limits.max_seq_len, lambda: None))
+    engine._graphs = engine._queue.call(lambda: Graphs(engine._runner, sizes, lambda: None))

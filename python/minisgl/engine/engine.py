@@ -134,7 +134,7 @@ class Engine:
         if sizes is None:
             return None
         with start.phase("capture CUDA graphs"), progress_bar("CUDA graphs", len(sizes), shown=start.progress) as bar:
-            return self._queue.call(lambda: Graphs(self._runner, sizes, self.limits.max_seq_len, bar.update))
+            return self._queue.call(lambda: Graphs(self._runner, sizes, bar.update))
 
     def _step_cost(self, parts: RunnerParts, launching: float) -> StepCost | None:
         """Return the cost of steps: measured on a GPU, estimated for a CPU."""

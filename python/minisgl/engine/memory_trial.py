@@ -81,7 +81,7 @@ def measure_needs(parts: RunnerParts, sizes: GraphSizes | None) -> tuple[Needs, 
     runner = parts.runner(0, 0, context_len)
     # The trial's recurrent states have their real size, which the budget of the pool counts.
     states = parts.attention.kv_layout.state_bytes(parts.num_slots, parts.num_snapshots)
-    steps = steps_bytes(runner, before, context_len, max_prefill_tokens) - states
+    steps = steps_bytes(runner, before, max_prefill_tokens) - states
 
     def prompt(most: int) -> Batch:
         tokens = max(min(most, max_prefill_tokens, context_len - 1), 1)
@@ -94,17 +94,17 @@ def measure_needs(parts: RunnerParts, sizes: GraphSizes | None) -> tuple[Needs, 
     else:
         launching = -smallest(-int(1e6 * launch_seconds(runner, prompt(_SHORT_PROMPT)))) / 1e6
     torch.cuda.empty_cache()
-    graphs = 0 if sizes is None else graphs_bytes(runner, sizes, context_len)
+    graphs = 0 if sizes is None else graphs_bytes(runner, sizes)
     del runner
     torch.cuda.empty_cache()  # memory that torch keeps for reuse would count as used
     return Needs(steps, graphs), sizes, launching
 
 
-def steps_bytes(runner: StepRunner, before: int, max_seq_len: int, max_tokens: int) -> int:
+def steps_bytes(runner: StepRunner, before: int, max_tokens: int) -> int:
     """Return the bytes that the largest steps add to torch's `before` bytes. ConfigError if one does not fit."""
     device = runner.state.device
     runner.state.tokens.random_(0, runner.model.config.vocab_size)
-    sizes = runner.state.scratch_slot, max_seq_len, max_tokens
+    sizes = runner.state.scratch_slot, runner.state.max_seq_len, max_tokens
     torch.cuda.reset_peak_memory_stats(device)
     try:
         for batch in (largest_step(*sizes), longest_step(*sizes)):
@@ -120,7 +120,7 @@ def steps_bytes(runner: StepRunner, before: int, max_seq_len: int, max_tokens: i
     return torch.cuda.max_memory_reserved(device) - before
 
 
-def graphs_bytes(runner: StepRunner, sizes: GraphSizes, max_seq_len: int) -> int:
+def graphs_bytes(runner: StepRunner, sizes: GraphSizes) -> int:
     """Return the bytes of the graphs of all these sizes, extrapolated from three graphs of each kind.
 
     These are the smallest and the two largest. The largest allocates the memory that all share; the others show how the
@@ -137,7 +137,7 @@ def graphs_bytes(runner: StepRunner, sizes: GraphSizes, max_seq_len: int) -> int
         taken.append(max(free[-2] - free[-1], 0))
 
     try:
-        graphs = Graphs(runner, trial, max_seq_len, captured)
+        graphs = Graphs(runner, trial, captured)
     except torch.OutOfMemoryError as error:
         if len(taken) < len(trial.prefill):
             raise ConfigError(

@@ -34,6 +34,7 @@ class SlotState:
         rows = num_slots + 1
         self.device = device
         self.scratch_slot = num_slots
+        self.max_seq_len = max_seq_len
         self.page_size = page_size
         self.tokens = torch.zeros((rows, max_seq_len), dtype=torch.int32, device=device)
         self.lengths = torch.ones(rows, dtype=torch.int32, device=device)  # known tokens, the sampled one included

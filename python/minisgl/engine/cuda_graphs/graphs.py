@@ -39,13 +39,13 @@ def samples_from_graph(batch: Batch) -> bool:
 class Graphs:
     """All graphs, captured at construction: those of prefills first, then of decodes, each the largest first.
 
-    `captured` is called after each graph.
+    `captured` is called after each size.
     """
 
-    def __init__(self, runner: StepRunner, sizes: GraphSizes, max_seq_len: int, captured: Callable[[], object]) -> None:
-        self._memory = memory = GraphMemory()
-        self._prefill = PrefillGraphs(runner, sizes.prefill, max_seq_len, memory, captured) if sizes.prefill else None
-        self._decode = DecodeGraphs(runner, sizes.decode, max_seq_len, memory, captured)
+    def __init__(self, runner: StepRunner, sizes: GraphSizes, captured: Callable[[], object]) -> None:
+        self._memory = GraphMemory(captured)
+        self._prefill = PrefillGraphs(runner, sizes.prefill, self._memory) if sizes.prefill else None
+        self._decode = DecodeGraphs(runner, sizes.decode, self._memory)
 
     def close(self) -> None:
         """Free the graphs, none of which may be replayed any more."""
@@ -63,9 +63,22 @@ class Graphs:
 class GraphMemory:
     """All graphs, and their memory for intermediate results, which they share because no two run at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, captured: Callable[[], object] | None = None) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._captured = captured
+
+    def capture_sizes(self, sizes: list[int], capture: Callable[[int], T]) -> dict[int, T]:
+        """Return what `capture` returns for each of these ascending sizes.
+
+        The largest size is captured first, so that the smaller ones reuse its memory.
+        """
+        found: dict[int, T] = {}
+        for size in reversed(sizes):
+            found[size] = capture(size)
+            if self._captured is not None:
+                self._captured()
+        return found
 
     def capture(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """Capture the launches of `run` on the current stream; return the graph and `run`'s result.
@@ -104,20 +117,12 @@ class DecodeGraphs:
     run as the rows [4, 0, 2, 1, 3, S, S, S], and only the first five logits and tokens are used.
 
     A replay reads lengths, tokens and pages from device state, so only the rows' slots are sent for it, and only if
-    they have changed. The largest size is captured first, so that the smaller ones reuse its memory.
+    they have changed.
     """
 
-    def __init__(
-        self,
-        runner: StepRunner,
-        sizes: list[int],
-        max_seq_len: int,
-        memory: GraphMemory,
-        captured: Callable[[], object],
-    ) -> None:
+    def __init__(self, runner: StepRunner, sizes: list[int], memory: GraphMemory) -> None:
         self._runner = runner
         self._sizes = sizes
-        self._max_seq_len = max_seq_len
         # Shared by all sizes, each of which uses the first rows: a step's output is read before the next step begins.
         model, device, scratch_slot = runner.model, runner.state.device, runner.state.scratch_slot
         self._rows = np.full(sizes[-1], scratch_slot, dtype=np.int32)  # contents of `_slots`
@@ -126,14 +131,11 @@ class DecodeGraphs:
             self._logits = torch.empty((sizes[-1], model.config.vocab_size), dtype=model.dtype, device=device)
         else:
             self._logits = runner.sharded_logits.own[: sizes[-1]]
-        self._captured: dict[int, _CapturedStep] = {}
-        for size in reversed(sizes):
-            self._captured[size] = self._capture(size, memory)
-            captured()
+        self._captured = memory.capture_sizes(sizes, partial(self._capture, memory))
 
-    def _capture(self, size: int, memory: GraphMemory) -> _CapturedStep:
+    def _capture(self, memory: GraphMemory, size: int) -> _CapturedStep:
         runner, slots, logits = self._runner, self._slots[:size], self._logits[:size]
-        kv_lens = np.full(size, self._max_seq_len, dtype=np.int32)
+        kv_lens = np.full(size, runner.state.max_seq_len, dtype=np.int32)
         attention = runner.attention.capture_decode(size)
 
         def forward() -> object:
@@ -204,38 +206,27 @@ class PrefillGraphs:
     operation.
     """
 
-    def __init__(
-        self,
-        runner: StepRunner,
-        sizes: list[int],
-        max_seq_len: int,
-        memory: GraphMemory,
-        captured: Callable[[], object],
-    ) -> None:
+    def __init__(self, runner: StepRunner, sizes: list[int], memory: GraphMemory) -> None:
         self._runner = runner
         self._sizes = sizes
-        self._max_seq_len = max_seq_len
         # Shared by all graphs: one graph's output is read before the next is replayed.
         self._states = torch.empty(
             (sizes[-1], runner.model.config.hidden_size), dtype=runner.model.dtype, device=runner.state.device
         )
-        self._captured: dict[int, _CapturedPrefill] = {}
-        for size in reversed(sizes):
-            self._captured[size] = self._capture(size, memory)
-            captured()
+        self._captured = memory.capture_sizes(sizes, partial(self._capture, memory))
 
-    def _capture(self, size: int, memory: GraphMemory) -> _CapturedPrefill:
+    def _capture(self, memory: GraphMemory, size: int) -> _CapturedPrefill:
         runner, device = self._runner, self._runner.state.device
         rows = min(runner.state.scratch_slot, size)
         empty = np.empty(0, dtype=np.int32)
         nothing = StepInputs(empty, empty, empty, empty, np.zeros(1, dtype=np.int32), empty, empty)
-        padding = pad_inputs(nothing, size, rows, runner.state.scratch_slot, self._max_seq_len)
+        padding = pad_inputs(nothing, size, rows, runner.state.scratch_slot, runner.state.max_seq_len)
         inputs_len = sum(map(len, padding))
         packed = torch.zeros(inputs_len + size + 2 * rows, dtype=torch.int32, device=device)
         packed[:inputs_len] = torch.from_numpy(np.concatenate(padding)).to(device)
         inputs = views_like(packed, padding)
         query_lens = np.full(rows + 1, size, dtype=np.int32)
-        kv_lens = np.full(rows + 1, self._max_seq_len, dtype=np.int32)
+        kv_lens = np.full(rows + 1, runner.state.max_seq_len, dtype=np.int32)
 
         def forward() -> ForwardContext:
             context = runner.context(inputs, query_lens, kv_lens, logits_indices=None, in_graph=True)
@@ -255,7 +246,7 @@ class PrefillGraphs:
         runner = self._runner
         size = self._sizes[bisect_left(self._sizes, batch.num_tokens)]
         captured = self._captured[size]
-        host = pad_inputs(step_inputs(batch), size, captured.rows, runner.state.scratch_slot, self._max_seq_len)
+        host = pad_inputs(step_inputs(batch), size, captured.rows, runner.state.scratch_slot, runner.state.max_seq_len)
         packed = pinned(np.concatenate(host))
         captured.packed[: len(packed)].copy_(packed, non_blocking=True)
         captured.graph.replay()

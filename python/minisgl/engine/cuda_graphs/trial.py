@@ -46,14 +46,14 @@ def sizes_that_pass(parts: RunnerParts, sizes: GraphSizes) -> GraphSizes | None:
             logger.warning("%s run without CUDA graphs: %s", what, fault)
         return parts.start.tp.smallest(int(fault is None)) == 1
 
-    if not fits(_decode_fault(runner, context_len), "steps"):
+    if not fits(_decode_fault(runner), "steps"):
         return None
-    if sizes.prefill and not fits(_prefill_fault(runner, context_len, sizes.prefill[0]), "prefills"):
+    if sizes.prefill and not fits(_prefill_fault(runner, sizes.prefill[0]), "prefills"):
         return GraphSizes(sizes.decode, [])
     return sizes
 
 
-def _decode_fault(runner: StepRunner, max_seq_len: int) -> str | None:
+def _decode_fault(runner: StepRunner) -> str | None:
     """Return why a decode cannot be captured, or None. The runner has _ROWS slots and their pages."""
     prefill, decode = _steps(runner)
     runner.forward(prefill)  # the decode reads its keys and values
@@ -61,21 +61,21 @@ def _decode_fault(runner: StepRunner, max_seq_len: int) -> str | None:
     slots = torch.arange(_ROWS, device=state.device)
     logits = torch.empty((_ROWS, config.vocab_size), dtype=runner.model.dtype, device=state.device)
     attention = runner.attention.capture_decode(_ROWS)
-    kv_lens = np.full(_ROWS, max_seq_len, dtype=np.int32)
+    kv_lens = np.full(_ROWS, state.max_seq_len, dtype=np.int32)
 
     def launch() -> Tensor:
         runner.model(runner.decode_context(slots, kv_lens, attention, logits))
         return logits
 
     def replay() -> Tensor:
-        return DecodeGraphs(runner, [_ROWS], max_seq_len, GraphMemory(), _nothing).forward(decode).logits
+        return DecodeGraphs(runner, [_ROWS], GraphMemory()).forward(decode).logits
 
     launch()
     attention.prepare(decode.start_pos)
     return _fault(launch, replay)
 
 
-def _prefill_fault(runner: StepRunner, max_seq_len: int, tokens: int) -> str | None:
+def _prefill_fault(runner: StepRunner, tokens: int) -> str | None:
     """Return why a prefill cannot be captured in a graph of `tokens` tokens, or None."""
     prefill, _ = _steps(runner)
     host = step_inputs(prefill)
@@ -87,7 +87,7 @@ def _prefill_fault(runner: StepRunner, max_seq_len: int, tokens: int) -> str | N
         return logits
 
     def replay() -> Tensor:
-        return PrefillGraphs(runner, [tokens], max_seq_len, GraphMemory(), _nothing).forward(prefill).logits
+        return PrefillGraphs(runner, [tokens], GraphMemory()).forward(prefill).logits
 
     return _fault(launch, replay)
 
@@ -138,7 +138,3 @@ def _fault(launch: Callable[[], Tensor], replay: Callable[[], Tensor]) -> str | 
         return f"a module synchronizes with the host: {in_one_line(error)[:200]}"
     cosine = float(torch.cosine_similarity(replayed.flatten(), launched.flatten(), dim=0))
     return None if cosine >= _ALIKE else f"a replay computes something else (cosine of the logits {cosine:.2f})"
-
-
-def _nothing() -> None:
-    pass
