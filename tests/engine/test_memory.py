@@ -11,7 +11,7 @@ from minisgl import LLM
 from minisgl.attention.base import AttentionInputs, AttentionPlan
 from minisgl.config import ConfigError, EngineConfig
 from minisgl.engine.memory import CPU_POOL_LIMIT, MemoryBudget, Needs, memory_budget, pool_pages
-from minisgl.engine.memory_trial import largest_step, longest_step, run_trial
+from minisgl.engine.step_trial import largest_step, longest_step, run_trial
 from minisgl.limits import MAX_LOGPROBS
 
 CONFIG = EngineConfig(model_path="")

@@ -8,6 +8,6 @@ which `cpu_threads` says how many threads a step may use. A step is two launches
 - `sampling/` applies these to the logits and draws the tokens.
 
 `cuda_graphs/` replays decodes and small prefills in one launch, and tries at the start which graphs are right and pay.
-The start goes in this order: `parts` loads kernels and weights, the graphs are tried, `memory_trial` and `memory` size
+The start goes in this order: `parts` loads kernels and weights, the graphs are tried, `step_trial` and `memory` size
 the KV pool, and `cost_measurement` finds how long steps take.
 """

@@ -21,8 +21,8 @@ from minisgl.engine.cuda_graphs.trial import sizes_that_pass
 from minisgl.engine.device import resolve_device, resolve_dtype
 from minisgl.engine.forward import ForwardOutput
 from minisgl.engine.memory import CPU_SEQUENCES, Needs, memory_budget, pool_size
-from minisgl.engine.memory_trial import measure_needs
 from minisgl.engine.parts import EngineStart, PhaseTimer, RunnerParts, load_parts, shard_logits
+from minisgl.engine.step_trial import try_steps
 from minisgl.kvcache.layout import KVLayout
 from minisgl.kvcache.window import WindowGroup
 from minisgl.limits import Limits
@@ -72,7 +72,7 @@ class Engine:
         if parts.model.supports_sequence_parallel:
             enable = partial(tp.enable_sequence_parallel, max_prefill_tokens, model.hidden_size, self.dtype)
             self._queue.call(enable)
-        needs, sizes, launching = self._measure_needs(parts, sizes)
+        needs, sizes, launching = self._try_steps(parts, sizes)
         with phase("allocate the KV cache"):
             layout = parts.attention.kv_layout
             self.num_pages, num_window_pages = self._pool_size(start, layout, needs)
@@ -110,12 +110,12 @@ class Engine:
         sharded = self._queue.call(partial(shard_logits, parts, sizes.decode[-1]))
         return dataclasses.replace(parts, sharded_logits=sharded)
 
-    def _measure_needs(self, parts: RunnerParts, sizes: GraphSizes | None) -> tuple[Needs, GraphSizes | None, float]:
+    def _try_steps(self, parts: RunnerParts, sizes: GraphSizes | None) -> tuple[Needs, GraphSizes | None, float]:
         """Return the GPU memory of steps and graphs, the sizes of the graphs that pay, and `StepCost.launching`."""
         if self.device.type != "cuda":
             return Needs(), sizes, 0.0
         with parts.start.phase("measure a step's memory"):
-            return self._queue.call(partial(measure_needs, parts, sizes))
+            return self._queue.call(partial(try_steps, parts, sizes))
 
     def _pool_size(self, start: EngineStart, layout: KVLayout, needs: Needs) -> tuple[int, int]:
         """Return the pages of the KV pool and of its windowed group, the same on all ranks."""

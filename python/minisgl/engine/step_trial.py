@@ -1,7 +1,7 @@
-"""Measures the memory that a running engine takes on its GPU besides weights and KV pool, in a trial.
+"""Trial of steps on a GPU: the memory that they and their graphs take besides weights and KV pool, and their launches.
 
 The trial has all slots of the real engine and a pool of one page, which all rows read and write: the results are
-meaningless, but the memory is that of real steps.
+meaningless, but memory and launches are those of real steps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from minisgl.engine.cuda_graphs.sizes import PREFILL_SIZES, GraphSizes
 from minisgl.engine.device import GIB
 from minisgl.engine.forward import StepRunner
 from minisgl.engine.memory import Needs
-from minisgl.engine.parts import RunnerParts
+from minisgl.engine.parts import EngineStart, RunnerParts
 from minisgl.limits import MAX_LOGPROBS
 from minisgl.sampling_params import SamplingFlags
 
@@ -72,32 +72,38 @@ def run_trial(runner: StepRunner, batch: Batch) -> StepResult[Tensor]:
     return runner.sample(batch, runner.forward(batch), processed_logprobs=True)
 
 
-def measure_needs(parts: RunnerParts, sizes: GraphSizes | None) -> tuple[Needs, GraphSizes | None, float]:
+def try_steps(parts: RunnerParts, sizes: GraphSizes | None) -> tuple[Needs, GraphSizes | None, float]:
     """Return the bytes that steps and graphs take, the sizes of those graphs that pay, and `StepCost.launching`."""
     start = parts.start
-    context_len, max_prefill_tokens, smallest = start.context_len, start.max_prefill_tokens, start.tp.smallest
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(start.device)
-    runner = parts.runner(0, 0, context_len)
+    runner = parts.runner(0, 0, start.context_len)
     # The trial's recurrent states have their real size, which the budget of the pool counts.
     states = parts.attention.kv_layout.state_bytes(parts.num_slots, parts.num_snapshots)
-    steps = steps_bytes(runner, before, max_prefill_tokens) - states
-
-    def prompt(most: int) -> Batch:
-        tokens = max(min(most, max_prefill_tokens, context_len - 1), 1)
-        return _trial_step(np.zeros(1, dtype=np.int32), np.array([tokens], dtype=np.int32))
-
-    # The largest of all ranks counts: a late rank delays the others.
-    launching = 0.0
-    if sizes is not None and sizes.prefill:
-        sizes = sizes.for_prefills(-smallest(-launched_tokens(runner, prompt(PREFILL_SIZES[-1]))))
-    else:
-        launching = -smallest(-int(1e6 * launch_seconds(runner, prompt(_SHORT_PROMPT)))) / 1e6
+    steps = steps_bytes(runner, before, start.max_prefill_tokens) - states
+    sizes, launching = _try_launches(runner, start, sizes)
     torch.cuda.empty_cache()
     graphs = 0 if sizes is None else graphs_bytes(runner, sizes)
     del runner
     torch.cuda.empty_cache()  # memory that torch keeps for reuse would count as used
     return Needs(steps, graphs), sizes, launching
+
+
+def _try_launches(runner: StepRunner, start: EngineStart, sizes: GraphSizes | None) -> tuple[GraphSizes | None, float]:
+    """Return the sizes of those graphs that pay, and `StepCost.launching`, which is 0 if prefills have graphs.
+
+    The largest figure of all ranks counts: a late rank delays the others.
+    """
+
+    def prompt(most: int) -> Batch:
+        tokens = max(min(most, start.max_prefill_tokens, start.context_len - 1), 1)
+        return _trial_step(np.zeros(1, dtype=np.int32), np.array([tokens], dtype=np.int32))
+
+    if sizes is not None and sizes.prefill:
+        tokens = launched_tokens(runner, prompt(PREFILL_SIZES[-1]))
+        return sizes.for_prefills(-start.tp.smallest(-tokens)), 0.0
+    seconds = launch_seconds(runner, prompt(_SHORT_PROMPT))
+    return sizes, -start.tp.smallest(-int(1e6 * seconds)) / 1e6
 
 
 def steps_bytes(runner: StepRunner, before: int, max_tokens: int) -> int:
