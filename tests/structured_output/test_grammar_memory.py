@@ -16,7 +16,7 @@ import pytest
 
 from minisgl.llm import LLM
 from minisgl.sampling_params import Grammar, SamplingParams
-from minisgl.structured_output import matcher as matcher_module
+from minisgl.structured_output import automata as automata_module
 from minisgl.structured_output.heap import allocated_bytes
 from minisgl.structured_output.matcher import GrammarMatcher, GrammarMatchers
 from minisgl.structured_output.protocol import MatcherStatus
@@ -44,9 +44,9 @@ def honest(index: int) -> Grammar:
 
 def limit_memory(patch: pytest.MonkeyPatch, *, idle: int, used: int) -> None:
     """Limit the bytes of automata, and measure them at each step and new request."""
-    patch.setattr(matcher_module, "MAX_IDLE_BYTES", idle)
-    patch.setattr(matcher_module, "MAX_GRAMMARS_BYTES", used)
-    patch.setattr(matcher_module, "MEASURED_SHARE", math.inf)
+    patch.setattr(automata_module, "MAX_IDLE_BYTES", idle)
+    patch.setattr(automata_module, "MAX_GRAMMARS_BYTES", used)
+    patch.setattr(automata_module, "MEASURED_SHARE", math.inf)
 
 
 class Server:
@@ -69,7 +69,7 @@ class Server:
 
     @property
     def cached(self) -> set[Grammar]:
-        return set(self.matchers._automata)
+        return set(self.matchers._automata._kept)
 
     def start(self, grammar: Grammar) -> GrammarMatcher:
         return self.matchers.start(SamplingParams(grammar=grammar))
@@ -101,14 +101,14 @@ def idle_automata_are_dropped_by_their_bytes(patch: pytest.MonkeyPatch) -> None:
 
 
 def honest_grammars_stay_as_many_as_are_counted(patch: pytest.MonkeyPatch) -> None:
-    server = Server(patch, idle=matcher_module.MAX_IDLE_BYTES, used=matcher_module.MAX_GRAMMARS_BYTES)
-    for index in range(matcher_module.MAX_AUTOMATA):
+    server = Server(patch, idle=automata_module.MAX_IDLE_BYTES, used=automata_module.MAX_GRAMMARS_BYTES)
+    for index in range(automata_module.MAX_AUTOMATA):
         user = server.start(honest(index))
         for _ in range(20):
             if server.step([user]) != [MatcherStatus.OPEN]:
                 break
-    assert len(server.cached) == matcher_module.MAX_AUTOMATA
-    assert server.bytes < matcher_module.MAX_IDLE_BYTES // 4
+    assert len(server.cached) == automata_module.MAX_AUTOMATA
+    assert server.bytes < automata_module.MAX_IDLE_BYTES // 4
 
 
 def running_requests_of_large_automata_end(patch: pytest.MonkeyPatch) -> None:
@@ -176,11 +176,11 @@ def measuring_takes_a_share_of_the_time(patch: pytest.MonkeyPatch) -> None:
         measured.append(1)
         return allocated_bytes()
 
-    patch.setattr(matcher_module, "allocated_bytes", measure)
+    patch.setattr(automata_module, "allocated_bytes", measure)
     for _ in range(20):
         server.step(users)
     assert len(measured) == 20
-    patch.setattr(matcher_module, "MEASURED_SHARE", 1e-12)
+    patch.setattr(automata_module, "MEASURED_SHARE", 1e-12)
     for _ in range(20):
         server.step(users)
     assert len(measured) == 21, "a measurement of some us is the last for more than a month"

@@ -11,8 +11,9 @@ from tokenizers import Tokenizer, models
 
 from minisgl.core import Int32Array
 from minisgl.sampling_params import Grammar, InvalidRequest, SamplingParams
-from minisgl.structured_output import matcher as matcher_module
-from minisgl.structured_output.matcher import MAX_AUTOMATA, GrammarMatcher, GrammarMatchers
+from minisgl.structured_output import automata as automata_module
+from minisgl.structured_output.automata import MAX_AUTOMATA
+from minisgl.structured_output.matcher import GrammarMatcher, GrammarMatchers
 from minisgl.structured_output.protocol import MatcherStatus
 from minisgl.structured_output.translate import lark_rule
 from minisgl.structured_output.validator import GrammarValidator
@@ -256,7 +257,7 @@ MANY_STATES = Grammar("regex", "[ab]*a[ab]{16}c")  # each text so far is another
 def small_automata(drawer: Drawer, monkeypatch: pytest.MonkeyPatch, states: int) -> GrammarMatchers:
     """Matchers whose automata hold so many states."""
     limits = LLParserLimits(max_lexer_states=states, precompute_large_lexemes=False, verbose_errors=False)
-    monkeypatch.setattr(matcher_module, "PARSER_LIMITS", limits)
+    monkeypatch.setattr(automata_module, "PARSER_LIMITS", limits)
     tokenizer = drawer.tokenizer
     return GrammarMatchers(lambda: tokenizer, vocab_size=tokenizer.get_vocab_size(), eos_token_ids=ids_of(drawer, EOS))
 

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 import minisgl
 from minisgl.config import ConfigError
 from minisgl.sampling_params import InvalidRequest
-from minisgl.structured_output.matcher import model_vocabulary
+from minisgl.structured_output.automata import model_vocabulary
 from minisgl.tokenizer.load_tokenizer import load_decoder, load_tokenizer
 from minisgl.tokenizer.text import TextTokenizer
 from tokenizer import small

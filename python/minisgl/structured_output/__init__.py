@@ -7,8 +7,9 @@ A `sampling_params.Grammar` passes through these modules in order:
 - `validator` (tokenizer worker) puts the model's reasoning before the answer, and has the grammar tried by
   `trial_process`, through `trials`, in the order of `compile_queue`. `translate` writes every kind in llguidance's
   notation, with `ebnf`, `ebnf_reader` and `json_schema`.
-- `matcher` (scheduler of rank 0) follows the grammar, token by token, and fills the grammar bitmask. The scheduler
-  knows matchers only by their `protocol`. `heap` measures the memory of all grammars.
+- `matcher` (scheduler of rank 0) follows the grammar, token by token, and fills the grammar bitmask. `automata` has the
+  compiled grammars and bounds their memory, which `heap` measures. The scheduler knows matchers only by their
+  `protocol`.
 
 The modules of the API process import no llguidance, and none imports torch.
 """

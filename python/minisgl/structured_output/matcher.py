@@ -1,57 +1,27 @@
 """Follows grammars during generation: implements `protocol` with llguidance.
 
-A grammar is compiled in a thread, and its automaton grows as it is used. Requests get copies of a matcher, which share
-its automaton and lock it; so a grammar that several requests follow at the same time is compiled once for each thread
-that fills bitmasks. The threads release the GIL. When an automaton has reached its limit of states, for all its
-requests together, it is dropped, and its requests continue with a new one.
-
-Automata are bounded by their number and by their bytes. A hostile regular expression, such as `.*a.{300}Z`, has
-another state for each text so far: 20 to 500 KB for each token, where most schemas take less than 1 MB in all. Only
-all automata together are measured. The size of one becomes known when it is freed, and those in use are freed only if
-all together take too much.
+Requests get copies of the matcher at the beginning of their grammar, which share its automaton (`automata`). Threads
+fill the bitmasks, and release the GIL.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-import threading
-import time
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import TypeVar
-from weakref import WeakSet
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from llguidance import LLExecutor, LLMatcher
 from tokenizers import Tokenizer
 
 from minisgl.core import Int32Array
-from minisgl.sampling_params import MAX_GRAMMARS_BYTES, Grammar, SamplingParams
-from minisgl.structured_output.heap import allocated_bytes, return_free_memory
+from minisgl.sampling_params import SamplingParams
+from minisgl.structured_output.automata import Automata, Automaton, Vocabulary
 from minisgl.structured_output.protocol import Matcher, MatcherStatus
-from minisgl.structured_output.translate import (
-    PARSER_LIMITS,
-    STACK_BYTES,
-    named_tokens,
-    names_special_token,
-    to_llguidance,
-    without_forced_tokens,
-)
 
-logger = logging.getLogger(__name__)
-
-MAX_AUTOMATA = 256  # automata kept for later requests
-MAX_IDLE_BYTES = 2**30  # of all automata together, above which none is kept for later requests
-MEASURED_SHARE = 0.01  # of the scheduler's time: the most that measuring the automata's memory takes
 MAX_THREADS = 16  # threads that fill bitmasks
-MAX_COMPILERS = 8  # threads
 REPLAYED_TOKENS = 256  # tokens that a moved matcher consumes at a time
 REPLACEMENTS = 2  # attempts to replace a request's automaton in one step: the first new one may be full
-
-T = TypeVar("T")
 
 
 class GrammarMatcher:
@@ -65,7 +35,6 @@ class GrammarMatcher:
 
     def __init__(self, automaton: Automaton, sampling: SamplingParams, eos_token_ids: frozenset[int]) -> None:
         assert sampling.grammar is not None
-        self.grammar = sampling.grammar
         self.automaton = automaton
         automaton.users.add(self)
         self._followed: LLMatcher | None = None
@@ -152,31 +121,6 @@ class GrammarMatcher:
                 row[:] = kept
 
 
-@dataclass(frozen=True, slots=True)
-class _Vocabulary:
-    tokens: LLTokenizer
-    special: frozenset[str]  # texts of special tokens
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class Automaton:
-    """Compiled grammar. Only one thread at a time can fill bitmasks from it."""
-
-    compiled: Future[LLMatcher | None]  # matcher at the beginning of the grammar; None if it cannot be used
-    users: WeakSet[GrammarMatcher] = field(default_factory=WeakSet)
-    successor: Automaton | None = None  # the automaton that has replaced it
-    filled_rows: int = 0  # rows of bitmasks filled from it, most of which made it grow if it is hostile
-    is_too_large: bool = False  # it was freed, and its requests end
-
-    def free(self) -> int:
-        """Free the memory; return its bytes. No request can use the automaton any more."""
-        before = allocated_bytes()
-        self.compiled = _freed()
-        for user in self.users:
-            user.forget_followed()
-        return before - allocated_bytes()
-
-
 class GrammarMatchers:
     """Creates and advances the matchers of an engine's requests.
 
@@ -187,29 +131,19 @@ class GrammarMatchers:
     def __init__(
         self, load: Callable[[], Tokenizer], *, vocab_size: int, eos_token_ids: Sequence[int], threads: int = 0
     ) -> None:
-        self._load = load
-        self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._vocabulary: Future[_Vocabulary | None] | None = None
-        self._pool: ThreadPoolExecutor | None = None
-        self._automata: OrderedDict[Grammar, list[Automaton]] = OrderedDict()  # most recently used last
-        self._alive: WeakSet[Automaton] = WeakSet()  # these, and others that requests still use
-        self._other_bytes = 0  # bytes of malloc when there was no automaton, or fewer
-        self._limit = MAX_GRAMMARS_BYTES  # bytes of all automata above which those in use are freed next
-        self._next_measurement = 0.0  # time on `time.perf_counter` before which memory is not measured again
         self._threads = threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
+        self._automata = Automata(load, vocab_size=vocab_size, eos_token_ids=self._eos_token_ids, threads=self._threads)
         self._fillers: LLExecutor | None = None
 
-    def prepare(self) -> Future[_Vocabulary | None]:
+    def prepare(self) -> Future[Vocabulary | None]:
         """Begin to load the vocabulary; return at once. The result is None if llguidance cannot use it."""
-        if self._vocabulary is None:
-            self._vocabulary = self._submit(self._load_vocabulary)
-        return self._vocabulary
+        return self._automata.vocabulary()
 
     def start(self, sampling: SamplingParams) -> GrammarMatcher:
         assert sampling.grammar is not None
-        self._bound_memory()
-        return GrammarMatcher(self._automaton(sampling.grammar), sampling, self._eos_token_ids)
+        self._automata.bound_memory()
+        return GrammarMatcher(self._automata.least_used(sampling.grammar), sampling, self._eos_token_ids)
 
     def advance(self, matchers: Sequence[Matcher], tokens: Int32Array) -> list[MatcherStatus]:
         return [self._advance(_own(matcher), token) for matcher, token in zip(matchers, tokens.tolist(), strict=True)]
@@ -223,7 +157,7 @@ class GrammarMatchers:
             bitmask[:] = wide[:, : bitmask.shape[1]]
         else:
             self._fill(bitmask, matchers)
-        self._bound_memory()
+        self._automata.bound_memory()
 
     def _fill(self, bitmask: Int32Array, matchers: Sequence[Matcher | None]) -> None:
         """Fill a bitmask that has a bit for each id of llguidance's vocabulary."""
@@ -260,178 +194,7 @@ class GrammarMatchers:
 
     def _replace_automaton(self, matcher: GrammarMatcher) -> None:
         """Replace a stuck matcher's automaton, for this matcher and later ones."""
-        matcher.move_to(self._successor(matcher.automaton, matcher.grammar))
-
-    def _successor(self, old: Automaton, grammar: Grammar) -> Automaton:
-        """Return the automaton that replaces another of the grammar; compile it if there is none yet."""
-        if old.successor is None:
-            old.successor = self._compile(grammar)
-            automata = self._automata.setdefault(grammar, [])
-            automata[:] = [old.successor, *(one for one in automata if one is not old)]
-        return old.successor
-
-    # --- memory -----------------------------------------------------------------------------------------------
-
-    def _bound_memory(self) -> None:
-        """Free automata if all together take too much memory: first those that no request uses."""
-        if time.perf_counter() < self._next_measurement:
-            return
-        begin = time.thread_time()  # in which other processes do not count
-        before = after = self._bytes()
-        self._next_measurement = time.perf_counter() + (time.thread_time() - begin) / MEASURED_SHARE
-        if before > MAX_IDLE_BYTES:
-            self._drop_idle()
-            after = self._bytes()
-        if after <= MAX_GRAMMARS_BYTES:
-            self._limit = MAX_GRAMMARS_BYTES
-        elif after > self._limit:
-            self._free_used()
-            after = self._bytes()
-            # What is left belongs to grammars that are being compiled, or to other parts of the process.
-            self._limit = max(MAX_GRAMMARS_BYTES, after + MAX_GRAMMARS_BYTES // 4)
-        if before - after > MAX_IDLE_BYTES // 16:
-            return_free_memory()
-
-    def _bytes(self) -> int:
-        """Return the bytes that the process has allocated since there was no automaton, most of which are theirs."""
-        allocated = allocated_bytes()
-        if not self._alive or allocated < self._other_bytes:
-            self._other_bytes = allocated
-        return allocated - self._other_bytes
-
-    def _drop_idle(self) -> None:
-        """Drop automata that no request uses, the least recently used first, until the others may be kept."""
-        for grammar, automata in list(self._automata.items()):
-            used = [automaton for automaton in automata if automaton.users]
-            if len(used) == len(automata):
-                continue
-            automata[:] = used
-            if not used:
-                del self._automata[grammar]
-            if self._bytes() <= MAX_IDLE_BYTES:
-                break
-
-    def _free_used(self) -> None:
-        """Free automata in use until a quarter of MAX_GRAMMARS_BYTES is free.
-
-        Requests of automata that have more than an equal share of the other three quarters end; such automata exist if
-        the sum is larger. Other requests continue with new automata. Hostile automata are probably among those from
-        which most rows were filled, so these are freed first.
-        """
-        used = [automaton for automaton in self._alive if automaton.users and automaton.compiled.done()]
-        used.sort(key=lambda automaton: automaton.filled_rows, reverse=True)
-        left, wanted = self._bytes(), MAX_GRAMMARS_BYTES - MAX_GRAMMARS_BYTES // 4
-        ended = 0
-        for automaton in used:
-            if left <= wanted:
-                break
-            users = list(automaton.users)
-            freed = automaton.free()
-            left -= freed
-            if freed > wanted // len(used):
-                automaton.is_too_large = True
-                self._remove(automaton, users[0].grammar)
-                ended += len(users)
-            else:
-                for user in users:
-                    user.move_to(self._successor(automaton, user.grammar))
-        logger.warning(
-            "grammars needed more than %d MiB: %d requests end, whose grammars had more than an equal share",
-            MAX_GRAMMARS_BYTES // 2**20,
-            ended,
-        )
-
-    def _remove(self, automaton: Automaton, grammar: Grammar) -> None:
-        """Keep the automaton from later requests."""
-        kept = [one for one in self._automata.get(grammar, []) if one is not automaton]
-        if kept:
-            self._automata[grammar] = kept
-        else:
-            self._automata.pop(grammar, None)
-
-    # --- compilation ------------------------------------------------------------------------------------------
-
-    def _submit(self, work: Callable[[], T]) -> Future[T]:
-        self._pool = self._pool or compiler_threads(max(2, min(self._threads, MAX_COMPILERS)))
-        return self._pool.submit(work)
-
-    def _load_vocabulary(self) -> _Vocabulary | None:
-        try:
-            tokenizer = self._load()
-            tokens = model_vocabulary(tokenizer, self._vocab_size, self._eos_token_ids)
-            return _Vocabulary(tokens, frozenset(named_tokens(tokenizer).values()))
-        except Exception:  # whatever reading a tokenizer raises
-            logger.exception("no grammar can be followed: llguidance cannot use the model's tokenizer")
-            return None
-
-    def _automaton(self, grammar: Grammar) -> Automaton:
-        """Return the automaton with the fewest users; compile one if all are in use and a thread is left for it."""
-        automata = self._automata.setdefault(grammar, [])
-        self._automata.move_to_end(grammar)
-        least_used = min(automata, key=lambda one: len(one.users), default=None)
-        if least_used is not None and (not least_used.users or len(automata) == self._threads):
-            return least_used
-        automata.append(self._compile(grammar))
-        while len(self._automata) > 1 and sum(map(len, self._automata.values())) > MAX_AUTOMATA:
-            self._automata.popitem(last=False)
-        return automata[-1]
-
-    def _compile(self, grammar: Grammar) -> Automaton:
-        vocabulary = self.prepare()
-        if not self._alive:
-            self._other_bytes = allocated_bytes()
-        automaton = Automaton(self._submit(lambda: _compiled(grammar, vocabulary)))
-        self._alive.add(automaton)
-        return automaton
-
-
-def model_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> LLTokenizer:
-    """Return the vocabulary of a model with logits for `vocab_size` ids; ids without a token are never allowed.
-
-    This takes a second for 150,000 tokens, and holds the GIL. ValueError if llguidance cannot derive the tokens' bytes
-    from the tokenizer.
-    """
-    n_vocab = max(vocab_size, tokenizer.get_vocab_size())
-    return LLTokenizer(tokenizer.to_str(), n_vocab=n_vocab, eos_token=sorted(eos_token_ids) or None)
-
-
-def compiler_threads(count: int) -> ThreadPoolExecutor:
-    """Return a pool of `count` threads with large stacks."""
-    pool = ThreadPoolExecutor(max_workers=count, thread_name_prefix="grammar")
-    started = threading.Barrier(count + 1)
-    usual = threading.stack_size(STACK_BYTES)
-    try:
-        for _ in range(count):
-            pool.submit(started.wait)
-        started.wait()
-    finally:
-        threading.stack_size(usual)
-    return pool
-
-
-def _compiled(grammar: Grammar, vocabulary: Future[_Vocabulary | None]) -> LLMatcher | None:
-    """Return a matcher at the beginning of the grammar; None if the grammar cannot be used."""
-    words = vocabulary.result()
-    if words is None:
-        return None
-    try:
-        text = without_forced_tokens(grammar) if names_special_token(grammar, words.special) else to_llguidance(grammar)
-        matcher = LLMatcher(words.tokens, text, log_level=0, limits=PARSER_LIMITS)
-        matcher.compute_bitmask()  # copies share the states that this computes
-        error = matcher.get_error()
-    except ValueError as invalid:
-        error = str(invalid)
-    if error:
-        logger.error("a %s grammar that was validated cannot be followed: %s", grammar.kind, error)
-        return None
-    return matcher
-
-
-def _freed() -> Future[LLMatcher | None]:
-    """Return the `compiled` of an automaton that was freed."""
-    nothing: Future[LLMatcher | None] = Future()
-    nothing.set_result(None)
-    return nothing
+        matcher.move_to(self._automata.successor(matcher.automaton))
 
 
 def _may_end_with(token: int, followed: LLMatcher, *, is_allowed: bool) -> bool:
