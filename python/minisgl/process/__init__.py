@@ -1,3 +1,3 @@
 """Worker processes: `child` starts one, `worker` is the start of each; `machine` has the resources that they take, and
-`hang_watch` finds tensor-parallel ranks that hang. The process that starts them gets signals by its `signal_socket`.
+`hang_watch` finds tensor-parallel ranks that hang.
 """

@@ -1,1 +1,4 @@
-"""The server: the supervisor that starts and watches all processes, and the API server."""
+"""The server: the supervisor, which starts and watches all processes, and the API server.
+
+The supervisor waits for workers and, by `signal_socket`, for signals at the same time.
+"""

@@ -25,7 +25,7 @@ from minisgl.message.control import Drain, Drained, Failed, Phase, Progress, Rea
 from minisgl.process.child import Child, start_worker
 from minisgl.process.hang_watch import RankWatch
 from minisgl.process.machine import cpu_environment, make_run_dir
-from minisgl.process.signal_socket import SignalSocket
+from minisgl.server.signal_socket import SignalSocket
 from minisgl.shell.shell_process import ShellProcess, origin
 
 logger = logging.getLogger(__name__)
