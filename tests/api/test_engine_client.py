@@ -201,8 +201,8 @@ def test_many_tokens_are_written_in_a_thread(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_log_probabilities_that_are_held_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_request, "MAX_LOGPROBS", 100)
-    monkeypatch.setattr(open_request, "MAX_LOGPROBS_IN_ALL", 150)
+    monkeypatch.setattr(open_request, "MAX_HELD_LOGPROBS", 100)
+    monkeypatch.setattr(open_request, "MAX_HELD_LOGPROBS_IN_ALL", 150)
     monkeypatch.setattr(open_request, "SMALL_LOGPROBS", 40)
 
     async def main() -> None:
@@ -248,7 +248,7 @@ def test_log_probabilities_that_are_held_are_bounded(monkeypatch: pytest.MonkeyP
 
 
 def test_log_probabilities_that_come_while_a_thread_writes_others_stay_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_request, "MAX_LOGPROBS", 100)
+    monkeypatch.setattr(open_request, "MAX_HELD_LOGPROBS", 100)
     monkeypatch.setattr(open_request, "SMALL_LOGPROBS", 50)
 
     async def main() -> None:
@@ -278,7 +278,7 @@ def test_log_probabilities_that_come_while_a_thread_writes_others_stay_counted(m
 
 def test_a_request_that_fails_is_aborted_while_its_client_reads_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its reader waits for the client, and learns of the failure only then."""
-    monkeypatch.setattr(open_request, "MAX_LOGPROBS", 10)
+    monkeypatch.setattr(open_request, "MAX_HELD_LOGPROBS", 10)
 
     async def main() -> None:
         client, (outbox,) = make()

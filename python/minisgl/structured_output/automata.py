@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class GrammarVocabulary:
     """The model's tokens as llguidance reads them."""
 
     tokens: LLTokenizer
@@ -98,7 +98,7 @@ class Automata:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._threads = threads
-        self._vocabulary: Future[Vocabulary | None] | None = None
+        self._vocabulary: Future[GrammarVocabulary | None] | None = None
         self._compilers: ThreadPoolExecutor | None = None
         self._kept: OrderedDict[Grammar, list[Automaton]] = OrderedDict()  # most recently used last
         self._alive: WeakSet[Automaton] = WeakSet()  # these, and others that requests still use
@@ -106,7 +106,7 @@ class Automata:
         self._limit = MAX_GRAMMARS_BYTES  # bytes of all automata above which those in use are freed next
         self._next_measurement = 0.0  # time on `time.perf_counter` before which memory is not measured again
 
-    def vocabulary(self) -> Future[Vocabulary | None]:
+    def vocabulary(self) -> Future[GrammarVocabulary | None]:
         """Begin to load the vocabulary; return at once. The result is None if llguidance cannot use it."""
         if self._vocabulary is None:
             self._vocabulary = self._submit(self._load_vocabulary)
@@ -225,11 +225,11 @@ class Automata:
         self._compilers = self._compilers or _compiler_threads(max(2, min(self._threads, MAX_COMPILERS)))
         return self._compilers.submit(work)
 
-    def _load_vocabulary(self) -> Vocabulary | None:
+    def _load_vocabulary(self) -> GrammarVocabulary | None:
         try:
             tokenizer = self._load()
             tokens = model_vocabulary(tokenizer, self._vocab_size, self._eos_token_ids)
-            return Vocabulary(tokens, frozenset(named_tokens(tokenizer).values()))
+            return GrammarVocabulary(tokens, frozenset(named_tokens(tokenizer).values()))
         except Exception:  # whatever reading a tokenizer raises
             logger.exception("no grammar can be followed: llguidance cannot use the model's tokenizer")
             return None
@@ -259,7 +259,7 @@ def _compiler_threads(count: int) -> ThreadPoolExecutor:
     return pool
 
 
-def _compiled(grammar: Grammar, vocabulary: Future[Vocabulary | None]) -> LLMatcher | None:
+def _compiled(grammar: Grammar, vocabulary: Future[GrammarVocabulary | None]) -> LLMatcher | None:
     """Return a matcher at the beginning of the grammar; None if the grammar cannot be used."""
     words = vocabulary.result()
     if words is None:

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from minisgl.core import Int32Array
 from minisgl.sampling_params import SamplingParams
-from minisgl.structured_output.automata import Automata, Automaton, Vocabulary
+from minisgl.structured_output.automata import Automata, Automaton, GrammarVocabulary
 from minisgl.structured_output.protocol import Matcher, MatcherStatus
 
 MAX_THREADS = 16  # threads that fill bitmasks
@@ -136,7 +136,7 @@ class GrammarMatchers:
         self._automata = Automata(load, vocab_size=vocab_size, eos_token_ids=self._eos_token_ids, threads=self._threads)
         self._fillers: LLExecutor | None = None
 
-    def prepare(self) -> Future[Vocabulary | None]:
+    def prepare(self) -> Future[GrammarVocabulary | None]:
         """Begin to load the vocabulary; return at once. The result is None if llguidance cannot use it."""
         return self._automata.vocabulary()
 

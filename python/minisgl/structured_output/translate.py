@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
     from tokenizers import Tokenizer
 
-MAX_CHOICES = 10_000
+MAX_GRAMMAR_CHOICES = 10_000
 # llguidance's limits on the cost of a bitmask and the size of an automaton; beyond them a grammar is too complex.
 PARSER_LIMITS = LLParserLimits(precompute_large_lexemes=False, verbose_errors=False)
 # Stack of a compiling thread, which follows chains of rules by recursion: enough for every grammar of up to
@@ -170,8 +170,8 @@ def _choices(text: str, field: str) -> list[str]:
         choices = msgspec.json.decode(text, type=list[str])
     except msgspec.DecodeError as error:
         raise InvalidRequest(field, f"choices must be a list of strings: {error}") from None
-    if not 0 < len(choices) <= MAX_CHOICES:
-        raise InvalidRequest(field, f"there must be 1 to {MAX_CHOICES} choices, not {len(choices)}")
+    if not 0 < len(choices) <= MAX_GRAMMAR_CHOICES:
+        raise InvalidRequest(field, f"there must be 1 to {MAX_GRAMMAR_CHOICES} choices, not {len(choices)}")
     return choices
 
 

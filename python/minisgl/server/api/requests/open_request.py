@@ -22,8 +22,8 @@ from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.http.errors import generation_error, invalid_request, too_many_logprobs
 from minisgl.server.api.metrics import RequestMetrics, SequenceClock
 
-MAX_LOGPROBS = 2**24  # that a request may hold until they are written: 0.4 GB, and then 1.3 GB of JSON
-MAX_LOGPROBS_IN_ALL = 2**25
+MAX_HELD_LOGPROBS = 2**24  # of a request until they are written: 0.4 GB, and then 1.3 GB of JSON
+MAX_HELD_LOGPROBS_IN_ALL = 2**25
 # A request may hold so many whatever others do, for a stream holds those of a step. If more must be written at a time,
 # a thread does it and not the event loop.
 SMALL_LOGPROBS = 4096
@@ -335,12 +335,12 @@ class OpenRequest:
         self._num_pending_logprobs += count
         self.num_logprobs += count
         self._logprobs.held += count
-        if self.num_logprobs > MAX_LOGPROBS:
+        if self.num_logprobs > MAX_HELD_LOGPROBS:
             field = "logprobs" if output.prompt_logprobs is None else "prompt_logprobs"
-            text = f"{field} of this answer are more than {MAX_LOGPROBS}: ask for fewer at a time, or for a stream"
+            text = f"{field} of this answer are more than {MAX_HELD_LOGPROBS}: ask for fewer at a time, or for a stream"
             self.fail(invalid_request(InvalidRequest(field, text), self.field_names(output.seq_id)))
-        elif self._logprobs.held > MAX_LOGPROBS_IN_ALL and self.num_logprobs > SMALL_LOGPROBS:
-            self.fail(too_many_logprobs(MAX_LOGPROBS_IN_ALL))
+        elif self._logprobs.held > MAX_HELD_LOGPROBS_IN_ALL and self.num_logprobs > SMALL_LOGPROBS:
+            self.fail(too_many_logprobs(MAX_HELD_LOGPROBS_IN_ALL))
 
     def field_names(self, seq_id: int) -> dict[str, str]:
         """Return our name of a field -> the client's, for errors about this sequence."""
