@@ -94,7 +94,7 @@ def test_no_grammar_keeps_others_from_being_checked() -> None:
     checks = [validator.check(grammar, "hostile") for grammar in hard[:8]]
     validator.validate(LETTERS, "honest")
     assert not any(check.is_done for check in checks), "the client's grammar was tried before all of the others"
-    assert validator.num_waiting == 7
+    assert len(validator._queue) == 7
     checks += [validator.check(grammar, f"hostile {number}") for number, grammar in enumerate(hard[8:])]
     honest = validator.check(Grammar("regex", "[cd]"), "honest")
     assert validator._process is not None
@@ -124,7 +124,7 @@ def test_grammars_of_abandoned_requests_are_not_tried() -> None:
     assert twice[1].result() == LETTERS
     assert not waiting.is_done
     validator.poll()
-    assert validator.num_waiting == 0
+    assert len(validator._queue) == 0
 
 
 def test_a_valid_grammar_outlives_a_killed_trial_process() -> None:

@@ -150,7 +150,7 @@ class RankProcesses:
             if self._closed.is_set() or self._hang is not None or self._ended():
                 return
             for child in self._children:
-                while isinstance(message := child.pipe.receive_within(0), Progress):
+                while isinstance(message := child.pipe.receive_now(), Progress):
                     self._watch.answer(child.name, message)
                 if isinstance(message, Failed):
                     self._failures[child.name] = message.message

@@ -120,9 +120,9 @@ class ControlPipe(Generic[T]):
         self._buffer = bytearray(rest)
         return self._decoder.decode(line)
 
-    def receive_within(self, seconds: float) -> T | None:
-        """Wait up to `seconds` for the next message; None if there is none or the other side has closed."""
-        if not self.has_buffered and not select.select([self._socket], [], [], seconds)[0]:
+    def receive_now(self) -> T | None:
+        """Return the next message if it has come; None if there is none or the other side has closed."""
+        if not self.has_buffered and not select.select([self._socket], [], [], 0)[0]:
             return None
         return self.receive()
 

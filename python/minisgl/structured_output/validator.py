@@ -167,11 +167,6 @@ class GrammarValidator:
                 self._try_again()
             self._start_trials()
 
-    @property
-    def num_waiting(self) -> int:
-        """Grammars that are not being tried yet."""
-        return len(self._queue)
-
     def close(self) -> None:
         """End the processes."""
         with self._lock:

@@ -142,10 +142,12 @@ class TextTokenizer:
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
-        add_generation_prompt: bool = True,
     ) -> Int32Array:
-        """Return the ids of a conversation. The tokenizer adds no special token: the template writes them all."""
-        text = self.templates.render(messages, tools, template_kwargs, add_generation_prompt)
+        """Return the ids of a conversation that asks for an answer.
+
+        The tokenizer adds no special token: the template writes them all.
+        """
+        text = self.templates.render(messages, tools, template_kwargs)
         return self.encode(text, add_special_tokens=False, field="messages")
 
     def decode(self, ids: Sequence[int] | Int32Array, skip_special_tokens: bool = True) -> str:
