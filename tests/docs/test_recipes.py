@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ def rows(heading: str) -> list[list[str]]:
 def test_a_command_is_a_command_line_of_ours(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "keys.txt").write_text("a-key\n")
-    config, _ = parse_args(command.split())
+    config, _ = parse_args(shlex.split(command))
     assert config.source.model != "demo"
 
 
