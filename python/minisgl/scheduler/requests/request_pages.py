@@ -45,10 +45,10 @@ class RequestPages:
     @property
     def unpromised(self) -> int:
         """Number of pages that are available and not promised, in the group that has fewer."""
-        return self._unpromised if self._windows is None else min(self._unpromised, self._windows.unpromised)
+        return self._unpromised_full if self._windows is None else min(self._unpromised_full, self._windows.unpromised)
 
     @property
-    def _unpromised(self) -> int:
+    def _unpromised_full(self) -> int:
         """Number of pages of the full group that are available and not promised."""
         return self._pool.available - self._reserved
 
@@ -103,7 +103,7 @@ class RequestPages:
         self._cache.lock(prefix)
         needed = pages_for(len(request.token_ids), self._page_size) - len(prefix.pages)
         headroom = _headroom(num_running, self.num_pages)
-        if needed + headroom > self._unpromised or not self._reserve_window(request, prefix, num_running):
+        if needed + headroom > self._unpromised_full or not self._reserve_window(request, prefix, num_running):
             self._cache.unlock(prefix)
             return False
         request.prefix = prefix
@@ -188,7 +188,7 @@ class RequestPages:
         if foreign > 0:
             twice = np.count_nonzero(found.pages != pages[: len(found.pages)])
             if (
-                foreign > self._unpromised
+                foreign > self._unpromised_full
                 or pages_for(request.max_len, self._page_size) + twice > self.num_pages
                 or (self._windows is not None and not self._windows.can_share(request.slot, found.pages))
             ):
