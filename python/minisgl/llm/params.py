@@ -13,7 +13,7 @@ import torch
 from minisgl.config import SamplingDefaults
 from minisgl.core import Int32Array
 from minisgl.limits import Limits
-from minisgl.sampling_params import InvalidRequest, SamplingParams, room_for_output
+from minisgl.sampling_params import InvalidRequest, SamplingParams, resolve_max_tokens
 from minisgl.structured_output.validator import GrammarValidator
 from minisgl.tokenizer.admission import resolve_bad_words
 from minisgl.tokenizer.text import TextTokenizer
@@ -44,9 +44,8 @@ def resolve_params(
         one.validate(limits)
         if one.grammar is not None:
             one = msgspec.structs.replace(one, grammar=validator.validate(one.grammar, "grammar"))
-        room = room_for_output(len(ids), one.max_tokens, limits)
-        max_tokens = room if one.max_tokens is None else min(one.max_tokens, room)
-        num_clipped += one.max_tokens is not None and one.max_tokens > room
+        max_tokens = resolve_max_tokens(len(ids), one.max_tokens, limits, fewer=True)
+        num_clipped += one.max_tokens is not None and one.max_tokens > max_tokens
         resolved.append(resolve_bad_words(one.with_max_tokens(max_tokens), tokenizer, limits.vocab_size))
     if num_clipped:
         logger.warning(
