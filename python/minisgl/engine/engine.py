@@ -15,9 +15,9 @@ from minisgl.config import ConfigError, EngineConfig
 from minisgl.core import AnyArray, Batch, Int32Array, PendingStep, StepResult
 from minisgl.distributed import TPGroup
 from minisgl.engine.cost_measurement import estimate_cost, measure_cost
+from minisgl.engine.cuda_graphs.capture_trial import sizes_that_pass
 from minisgl.engine.cuda_graphs.graphs import DecodeGraphs, Graphs, samples_from_graph
 from minisgl.engine.cuda_graphs.sizes import GraphSizes, graph_sizes
-from minisgl.engine.cuda_graphs.trial import sizes_that_pass
 from minisgl.engine.device import resolve_device, resolve_dtype
 from minisgl.engine.forward import ForwardOutput
 from minisgl.engine.memory import CPU_SEQUENCES, Needs, memory_budget, pool_size
