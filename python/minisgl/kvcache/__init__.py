@@ -1,10 +1,10 @@
 """The KV cache: ownership of pages, and the cache of prefixes.
 
 A page has one of three owners: the free list (in `pages`), the cache of prefixes (`radix`, or `naive`, which keeps
-none), or a request. `PagePool` in `pages` joins the first two. `window` has the pages of layers that attend to a
-window, `snapshots` the states of recurrent layers after cached pages, `page_trust` which pages may hold NaN, and
-`events` tells routers what is cached. All this is policy on page numbers, in NumPy. The tensors are in `kv_pool`, as
-`layout` describes them: only these two import torch.
+none; `base` is their contract), or a request. `PagePool` in `pages` joins the first two. `window` has the pages of
+layers that attend to a window, `snapshots` the states of recurrent layers after cached pages, `page_trust` which pages
+may hold NaN, and `events` tells routers what is cached. All this is policy on page numbers, in NumPy. The tensors are
+in `kv_pool`, as `layout` describes them: only these two import torch.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Pooling models: their description, and the arithmetic on their vectors. Pure, for every process."""
+"""Pooling models: their description (`pooling_config`), and arithmetic on their `vectors`. Pure, for every process."""

@@ -1,7 +1,7 @@
 """Anthropic's Messages API: POST /v1/messages and /v1/messages/count_tokens.
 
-`chat_form` translates a body of `bodies` into a chat completion, whose job runs, and `writer` writes its answer as
-Anthropic's objects.
+`chat_form` translates a body of `bodies`, and `tools` its tools, into a chat completion, whose job runs. `writer`
+writes its answer as Anthropic's objects.
 
 Specification: https://platform.claude.com/docs/en/api/messages
 """

@@ -1,5 +1,6 @@
 """HTTP between clients and the application.
 
 `server` accepts connections and `connection` speaks HTTP with limits on time and size. Around the application lie
-`middleware`, `gates` (keys, origins, hosts) and `drain`. `errors` has all errors that clients see.
+`middleware`, `gates` (keys, origins, hosts) and `drain`; `request_head` tells them a request's route. `errors` has all
+errors that clients see.
 """

@@ -1,1 +1,1 @@
-"""Embeddings, scores and classes: bodies in the forms of OpenAI, vLLM, Jina and Cohere, their jobs and answers."""
+"""Embeddings, scores and classes: `bodies` in the forms of OpenAI, vLLM, Jina and Cohere, their `jobs`, `answers`."""
