@@ -19,13 +19,13 @@ import jinja2
 from minisgl.config import ConfigError
 from minisgl.message.to_tokenizer import ConversationMessage
 from minisgl.sampling_params import InvalidRequest
+from minisgl.tokenizer.conversation import REASONING_NAMES
 from minisgl.tokenizer.harmony_messages import harmony_kwargs, harmony_messages, is_harmony
 from minisgl.tokenizer.template_sandbox import Refusal, TemplateSandbox
 
 logger = logging.getLogger(__name__)
 
 
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, by precedence
 _USED = ("default", "tool_use")  # names of the templates that are used
 _LOG_SECONDS = 1.0  # between two tracebacks: a client can make a template fail in each of its requests
 _MAX_ARGUMENT_VALUES = 2**18  # of all calls of a conversation; a body may have as many
@@ -132,7 +132,7 @@ def _normalize(message: ConversationMessage, knows_developer: bool) -> Conversat
     tool calls, which are text in OpenAI's API, become objects.
     """
     message = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((message[name] for name in _REASONING if name in message), None)
+    reasoning = next((message[name] for name in REASONING_NAMES if name in message), None)
     if reasoning is not None:
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     if message.get("role") == "developer" and not knows_developer:

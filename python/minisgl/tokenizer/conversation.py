@@ -16,7 +16,7 @@ from minisgl.sampling_params import InvalidRequest
 T = TypeVar("T")
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
+REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")  # fields of a message's reasoning, by precedence
 TEXT_PARTS = {"text": "text", "refusal": "refusal"}  # type of a content part -> where its text is
 _NOUNS: dict[type, str] = {str: "a string", dict: "an object", list: "a list", bool: "true or false"}
 
