@@ -6,6 +6,7 @@ import gzip
 import json
 import logging
 import threading
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -490,6 +491,18 @@ def test_unknown_fields_are_logged_once(caplog: pytest.LogCaptureFixture) -> Non
         fields.log({f"field{index}" for index in range(300)})
         fields.log({"another"})
     assert len(caplog.records) == MAX_LOGGED, "the log is bounded too"
+
+
+def test_long_names_of_unknown_fields_are_not_kept() -> None:
+    """A name may be as long as a body: a hundred of them, which stayed until the server's end, were 800 MB."""
+    fields = LogOnce(UNKNOWN_FIELD)
+    tracemalloc.start()
+    try:
+        for index in range(MAX_LOGGED + 1):
+            fields.log({f"{index} {'x' * 1_000_000}"})
+        assert tracemalloc.get_traced_memory()[0] < 1_000_000, "one name has more"
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

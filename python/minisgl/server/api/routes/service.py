@@ -46,19 +46,25 @@ logger = logging.getLogger(__name__)
 
 TOKENIZER_TIMEOUT = 60.0  # seconds, because a tokenizer worker may have other requests to answer first
 MAX_LOGGED = 100  # names that a `LogOnce` logs
-UNKNOWN_FIELD = "requests have the unknown field %.80r; it has no effect"
-IGNORED_TYPE = "requests have tools of the type %.80r, which are passed over: only functions are known"
+MAX_NAME = 80  # characters of a name that a `LogOnce` logs and keeps
+UNKNOWN_FIELD = "requests have the unknown field %r; it has no effect"
+IGNORED_TYPE = "requests have tools of the type %r, which are passed over: only functions are known"
 
 
 class LogOnce:
-    """Logs a text with each new name once, for at most MAX_LOGGED names."""
+    """Logs a text with each new name once, for at most MAX_LOGGED names.
+
+    Names are cut: the clients make them, and one may be as long as a body.
+    """
 
     def __init__(self, text: str) -> None:
         self._text = text
         self._logged: set[str] = set()
 
     def log(self, names: Set[str]) -> None:
-        for name in islice(names - self._logged, MAX_LOGGED - len(self._logged)):
+        if len(self._logged) == MAX_LOGGED:
+            return
+        for name in islice({name[:MAX_NAME] for name in names} - self._logged, MAX_LOGGED - len(self._logged)):
             self._logged.add(name)
             logger.warning(self._text, name)
 
