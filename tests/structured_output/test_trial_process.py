@@ -8,13 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 import minisgl
 from minisgl.sampling_params import MAX_GRAMMAR_CHARS, Grammar, InvalidRequest
+from minisgl.structured_output import validator as validator_module
 from minisgl.structured_output.translate import ebnf_as_lark
 from minisgl.structured_output.trial_process import WAIT_FACTOR
 from minisgl.structured_output.trials import GrammarCheck, Outcome, Trial, TrialProcess
@@ -171,6 +174,38 @@ def test_slow_translations_run_once_and_in_the_trial_process() -> None:
     found = check.result()
     assert time.process_time() - begin < translating / 4
     assert found.kind == "lark"
+
+
+def test_known_grammars_take_no_memory() -> None:
+    """A result is kept, but not the grammar: 128 of them took 130 MB in each tokenizer worker until others came."""
+    count, megabyte = 20, "\U0001f600" * 262_000
+    grammars = (Grammar("json_schema", f'{{"description": "{index} {megabyte}"}}') for index in range(count))
+    validator = GrammarValidator({}, time_limit=60.0)
+    validator.validate(LETTERS)
+    tracemalloc.start()
+    try:
+        for grammar in grammars:
+            validator.validate(grammar)
+        assert tracemalloc.get_traced_memory()[0] < 3_000_000
+    finally:
+        tracemalloc.stop()
+    again = Grammar("json_schema", f'{{"description": "0 {megabyte}"}}')
+    assert validator.check(again).is_done
+
+
+@pytest.mark.parametrize(("kind", "text"), [("ebnf", 'root ::= "{}"'), ("json_schema", '{{"type": "{}"}}')])
+def test_texts_of_results_are_bounded_in_bytes(
+    kind: Literal["ebnf", "json_schema"], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EBNF is kept in Lark, and the refusal of a schema repeats a name in it: both may be as long as the grammar."""
+    monkeypatch.setattr(validator_module, "MAX_RESULT_BYTES", 190_000)
+    validator = GrammarValidator({}, time_limit=60.0)
+    grammars = [Grammar(kind, text.format(f"{index}{'x' * 50_000}")) for index in range(5)]
+    for grammar in grammars:
+        with suppress(InvalidRequest):
+            validator.validate(grammar)
+    is_known = [validator.check(grammar).is_done for grammar in grammars]
+    assert is_known == [False, False, True, True, True], "three texts have room"
 
 
 def test_the_process_finds_the_package_where_its_parent_found_it(tmp_path: Path) -> None:

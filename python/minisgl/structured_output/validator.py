@@ -7,6 +7,7 @@ grammar is compiled and followed for a few bytes, because some turn out to be to
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
 import time
 from collections import OrderedDict
@@ -22,6 +23,7 @@ from minisgl.structured_output.trials import GrammarCheck, Trial, TrialProcess, 
 
 TIME_LIMIT = 2.0  # seconds of processor time for one grammar
 MAX_RESULTS = 128  # grammars whose result is kept
+MAX_RESULT_BYTES = 16 * 2**20  # of the texts of all these results
 CONCURRENCY = 4  # grammars that are tried at the same time; others wait
 ATTEMPTS = 2  # trials of a grammar, if the process that tries it ends
 SILENCE_SECONDS = 60.0  # after which the process is given up; it takes a second to start, or more on a busy machine
@@ -69,6 +71,33 @@ class PendingCheck:
         self._validator.abandon(self)
 
 
+class _Results:
+    """Results of the last checks, by digests of their grammars, which may take a megabyte each and are not kept.
+
+    A result has a text if its grammar is refused or must be rewritten. All texts together take MAX_RESULT_BYTES.
+    """
+
+    def __init__(self) -> None:
+        self._checks: OrderedDict[bytes, GrammarCheck] = OrderedDict()  # most recently used last
+        self._num_bytes = 0
+
+    def get(self, grammar: Grammar) -> GrammarCheck | None:
+        """Return the result, if it is kept."""
+        digest = _digest(grammar)
+        check = self._checks.get(digest)
+        if check is not None:
+            self._checks.move_to_end(digest)
+        return check
+
+    def add(self, grammar: Grammar, check: GrammarCheck) -> None:
+        """Keep a result in place of those that were used longest ago."""
+        self._checks[_digest(grammar)] = check
+        self._num_bytes += _text_bytes(check)
+        while len(self._checks) > MAX_RESULTS or self._num_bytes > MAX_RESULT_BYTES:
+            _, oldest = self._checks.popitem(last=False)
+            self._num_bytes -= _text_bytes(oldest)
+
+
 class GrammarValidator:
     """Checks the grammars of requests to one model.
 
@@ -93,7 +122,7 @@ class GrammarValidator:
         self._queue: CompileQueue[Grammar] = CompileQueue()
         self._pending: dict[Grammar, PendingCheck] = {}  # waiting or under way
         self._running: dict[int, PendingCheck] = {}  # by the trial's number
-        self._done: OrderedDict[bytes, PendingCheck] = OrderedDict()  # by the grammar's digest, most recently used last
+        self._results = _Results()
         self._trials = 0
         self._heard = 0.0  # `time.monotonic` of the process's last outcome, or of the first trial under way
         self._lock = threading.RLock()
@@ -129,10 +158,9 @@ class GrammarValidator:
                 pending.check = GrammarCheck(refused.message, refused.field)
                 return pending
         with self._lock:
-            digest = _digest(grammar)
-            if digest in self._done:
-                self._done.move_to_end(digest)
-                return self._done[digest]
+            pending.check = self._results.get(grammar)
+            if pending.is_done:
+                return pending
             pending = self._pending.get(grammar, pending)
             if pending not in self._running.values():
                 self._queue.add(grammar, client, cost=estimated_cost(grammar), chars=len(grammar.text))
@@ -203,15 +231,18 @@ class GrammarValidator:
     def _settle(self, pending: PendingCheck, check: GrammarCheck) -> None:
         pending.check = check
         del self._pending[pending.grammar]
-        if check.failure:
-            return  # not kept: the next request's check may succeed
-        self._done[_digest(pending.grammar)] = pending
-        if len(self._done) > MAX_RESULTS:
-            self._done.popitem(last=False)
+        if not check.failure:  # after a failure the next request's check may succeed
+            self._results.add(pending.grammar, check)
 
 
 def _digest(grammar: Grammar) -> bytes:
     return hashlib.blake2b(f"{grammar.kind} {grammar.text}".encode()).digest()
+
+
+def _text_bytes(check: GrammarCheck) -> int:
+    """Return the memory that a result's texts take."""
+    rewritten = 0 if check.grammar is None else sys.getsizeof(check.grammar.text)
+    return rewritten + sys.getsizeof(check.message)
 
 
 def _called(grammar: Grammar) -> str:
