@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl.tokenizer.turns import Turns
+from minisgl.tokenizer.turns import MAX_IDLE, Turns
 
 
 def handle(turns: Turns[int], seconds: dict[str, float], count: int) -> list[tuple[str, int]]:
@@ -76,6 +76,24 @@ def test_clients_that_have_left_are_forgotten_once_the_others_have_used_as_much(
             client, _ = turns.next()
             turns.charge(client, 1.0 if client == "steady" else 3.0)
         assert len(turns._order) < 10
+
+
+def test_new_clients_without_end_leave_nothing_behind() -> None:
+    """Somebody always waits, and each turn's client is new. Those who came before were all remembered."""
+    turns: Turns[int] = Turns()
+    turns.add(0, "heavy", 0)
+    turns.add(1, "heavy", 1)
+    handle(turns, {"heavy": 2.0}, 1)
+    most = 0
+    for guest in range(2, 3 * MAX_IDLE):
+        turns.add(guest, f"guest {guest}", guest)
+        assert handle(turns, {f"guest {guest}": 1.0}, 1) == [(f"guest {guest}", guest)]
+        most = max(most, len(turns._order))
+    assert most == MAX_IDLE + 1, "the limit was reached"
+    assert turns._known == {client for _, _, client in turns._order}
+    turns.add(0, "guest", 0)
+    assert handle(turns, {"guest": 1.5, "heavy": 2.0}, 2) == [("guest", 0), ("heavy", 1)], "heavy is not forgotten"
+    assert not turns._order
 
 
 def test_removed_items_are_not_handled_and_nothing_is_left() -> None:

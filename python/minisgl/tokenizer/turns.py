@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
+
+MAX_IDLE = 4096  # clients without waiting items whose time is remembered
 
 T = TypeVar("T")
 
@@ -60,6 +62,17 @@ class Turns(Generic[T]):
             self._order.clear()
             self._known.clear()
             self._least = 0.0
+        elif len(self._order) > len(self._waiting) + MAX_IDLE:
+            self._forget_idle()
+
+    def _forget_idle(self) -> None:
+        """Forget the time used by clients that have nothing waiting: when they come again, they start anew.
+
+        `next` forgets most of them, but none while each turn's client is new, as in a flow of prompts from everywhere.
+        """
+        self._order = [entry for entry in self._order if entry[2] in self._waiting]
+        heapify(self._order)
+        self._known = set(self._waiting)
 
     def _take(self, client: str, key: int) -> T:
         del self._clients[key]
