@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -272,6 +274,18 @@ def test_a_call_is_streamed() -> None:
     assert coder.feed("<parameter=s>") == [CallArguments(0, '{"s": ')]
     assert coder.feed("\nlong") == [CallArguments(0, '"'), CallArguments(0, "long")]
     assert coder.feed(' "text"') == [CallArguments(0, ' \\"text\\"')]
+
+
+def test_python_does_not_warn_of_what_a_model_writes() -> None:
+    """From Python 3.12 on, each path such as C:\\data was a line on stderr, past the log that never waits."""
+    program = r"""
+from minisgl.parsers.parser_choice import TOOL_CALL_PARSERS
+from minisgl.parsers.plain_values import typed
+(_, arguments, *_) = TOOL_CALL_PARSERS["pythonic"]({"f": {}}, lambda: "id").feed(r"[f(x='C:\data')]")
+print(arguments.text, typed(r"['C:\data']", frozenset({"array"})))
+"""
+    ended = subprocess.run([sys.executable, "-W", "always", "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.stdout, ended.stderr) == ('{"x": "C:\\\\data"} ["C:\\\\data"]\n', "")
 
 
 def test_long_texts_take_linear_time() -> None:

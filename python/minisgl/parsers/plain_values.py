@@ -13,6 +13,7 @@ import ast
 import json
 import math
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +29,12 @@ _MAX_LITERAL_CHARS = 20_000  # characters of Python's notation, which takes far 
 _CHARS_A_PART = 16  # characters of a value's text that cost as much as a part of a schema
 _INTEGER = re.compile(r"[+-]?\d{1,300}")
 _FEW_VALUES: dict[str, list[Any]] = {"null": [None], "boolean": [True, False]}  # by type
+_MODEL_TEXT = "<text of a model>"  # in place of a file's name
 _OPTIONS = ("anyOf", "oneOf")
 _NAMED = frozenset(("const", "enum"))
+
+# Python writes a line to stderr for each text like 'C:\data', whose backslash escapes nothing.
+warnings.filterwarnings("ignore", module=re.escape(_MODEL_TEXT))
 
 
 @dataclass(slots=True)
@@ -89,7 +94,7 @@ def typed(text: str, types: frozenset[str]) -> str:
         if math.isfinite(number):
             return json.dumps(number)
     if types & {"object", "array"}:
-        for read in (json.loads, ast.literal_eval) if len(word) <= _MAX_LITERAL_CHARS else (json.loads,):
+        for read in (json.loads, _literal) if len(word) <= _MAX_LITERAL_CHARS else (json.loads,):
             try:
                 value = read(word)
                 if ("object" in types and isinstance(value, dict)) or ("array" in types and isinstance(value, list)):
@@ -97,6 +102,15 @@ def typed(text: str, types: frozenset[str]) -> str:
             except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
                 continue
     return json.dumps(text, ensure_ascii=False)
+
+
+def python_expression(text: str) -> ast.expr:
+    """Return the syntax tree of an expression that a model wrote in Python's notation. Raises what `ast.parse` does."""
+    return ast.parse(text, _MODEL_TEXT, mode="eval").body
+
+
+def _literal(text: str) -> object:
+    return ast.literal_eval(python_expression(text))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Collection
 
 from minisgl.parsers.json_call import ValueEnd
+from minisgl.parsers.plain_values import python_expression
 from minisgl.parsers.streaming import end_of, next_character
 from minisgl.parsers.tool_calls import MAX_NAME, ToolCallParser, Tools
 
@@ -146,7 +147,7 @@ def _arguments(text: str) -> str:
         if not equals or not is_key(key):
             raise ValueError("not a call with keyword arguments alone")
         # Within parentheses, a value may have line breaks and end with a comment.
-        expression = ast.parse(f"dict(value={value}\n)", mode="eval").body
+        expression = python_expression(f"dict(value={value}\n)")
         if not isinstance(expression, ast.Call) or len(expression.keywords) != 1:
             raise ValueError("a value that is no single expression")
         values[key] = _literal(expression.keywords[0].value)
