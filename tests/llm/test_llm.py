@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from time import sleep
 from typing import Any
@@ -194,12 +195,16 @@ def test_after_ctrl_c_the_next_call_works(llm: LLM, monkeypatch: pytest.MonkeyPa
     assert [one["token_ids"] for one in llm.generate(["abc"] * 6, params)] == [one["token_ids"] for one in plain]
 
 
-def test_a_plan_that_was_lost_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(batch: object) -> PendingStep:
+@pytest.mark.parametrize("where", ["_engine.sample", "scheduler._table.extend_pages"])
+def test_a_plan_that_was_lost_is_said(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Or one in the middle of which a row has not got its pages yet."""
+
+    def fails(*_: object) -> PendingStep:
         raise MemoryError
 
     with LLM("demo", num_page_override=50) as other:
-        monkeypatch.setattr(other.loop._engine, "sample", fails)
+        owner, _, name = where.rpartition(".")
+        monkeypatch.setattr(attrgetter(owner)(other.loop), name, fails)
         with pytest.raises(MemoryError):
             other.generate("abc")
         monkeypatch.undo()

@@ -340,12 +340,14 @@ class LLM:
 
     def _come_to_rest(self) -> None:
         """Abort the sequences of an interrupted call. RuntimeError if its steps cannot be completed any more."""
-        for seq_id in range(self._num_seqs):
-            self.loop.scheduler.end(seq_id, "abort")
-        for _ in range(_STEPS_TO_REST):
-            if self.loop.has_work:
-                self.loop.step()
-        if self.loop.has_work:
+        scheduler = self.loop.scheduler
+        if not scheduler.is_broken:
+            for seq_id in range(self._num_seqs):
+                scheduler.end(seq_id, "abort")
+            for _ in range(_STEPS_TO_REST):
+                if self.loop.has_work:
+                    self.loop.step()
+        if scheduler.is_broken or self.loop.has_work:
             raise RuntimeError("an earlier call was interrupted in the middle of a step: close this LLM, make another")
         self._num_seqs = 0
 

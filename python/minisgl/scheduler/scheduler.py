@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -35,6 +37,22 @@ from minisgl.step_cost import StepCost
 from minisgl.structured_output.protocol import Grammars, NoGrammars
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _change(method: Callable[Concatenate[Scheduler, P], T]) -> Callable[Concatenate[Scheduler, P], T]:
+    """Return a method of the scheduler that sets `is_broken` if an exception ends it."""
+
+    @wraps(method)
+    def whole(self: Scheduler, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        self.is_broken = True
+        result = method(self, *args, **kwargs)
+        self.is_broken = False
+        return result
+
+    return whole
 
 
 class Scheduler:
@@ -76,6 +94,7 @@ class Scheduler:
         self._arrived_tokens = 0  # prompt tokens that have arrived
         self._next_step = 0
         self._completed_step = -1
+        self.is_broken = False  # an exception, such as that of Ctrl-C, has left pages or requests half changed
 
     # --- requests come and go ---------------------------------------------------------------------------------
 
@@ -113,6 +132,7 @@ class Scheduler:
         if request.prompt_scored and request.max_len == len(prompt_ids):
             self._requests.end(request, "length")  # there is nothing to compute
 
+    @_change
     def end(self, seq_id: int, reason: FinishReason) -> None:
         """End a request for a reason outside of the scheduler (abort, stop string), unless it has ended already."""
         request = self._requests.find(seq_id)
@@ -141,6 +161,7 @@ class Scheduler:
 
     # --- a step is planned ------------------------------------------------------------------------------------
 
+    @_change
     def schedule(self) -> Batch | None:
         """Plan the next step; None if nothing can run, at least until the steps in flight are complete."""
         self._requests.retire(self._completed_step)
@@ -293,6 +314,7 @@ class Scheduler:
 
     # --- a step is complete -----------------------------------------------------------------------------------
 
+    @_change
     def complete(self, batch: Batch, result: StepResult[AnyArray]) -> None:
         """Apply a step's result: a token or vector for each row that samples, in row order, and log-probabilities."""
         self._results.take(batch, result)
@@ -304,6 +326,7 @@ class Scheduler:
         """Tell the batch policy how long a completed step ran on the device."""
         self._batch_policy.record(batch, seconds)
 
+    @_change
     def take_back(self, batches: Sequence[Batch]) -> None:
         """Undo plans that were not executed, as `StepRecovery.take_back`; all steps before must be complete."""
         self._completed_step = batches[-1].step
