@@ -87,6 +87,14 @@ def test_long_prompts_have_snapshots_on_the_way() -> None:
     assert ask(world, prompt[:290] + tokens(1, 20)) == [256]
 
 
+@pytest.mark.parametrize("distance", [200, 2**31, 10**12])
+def test_no_prompt_is_long_enough_for_a_larger_distance(distance: int) -> None:
+    """Such a number is no position of the table, whose integers have 32 bits."""
+    world, prompt = make_world(snapshot_distance=distance), tokens(0, 150)
+    assert ask(world, prompt, prompt[:100]) == [0, 0]
+    assert told(world, "snapshots") == [0]
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_conversation_continues_from_its_last_answer(overlap: bool) -> None:
     world, conversation = make_world(overlap=overlap), tokens(0, 20)

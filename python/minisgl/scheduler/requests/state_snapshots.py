@@ -59,7 +59,8 @@ class StateSnapshots:
         self._pages = pages
         self._table = table
         self._page_size = table.page_size
-        self._distance = pages_for(distance, table.page_size) * table.page_size
+        longest = table.tokens.shape[1]  # more would not fit the table's int32 positions
+        self._distance = pages_for(min(distance, longest), table.page_size) * table.page_size
         self._spacing = SPACING * self._distance
         self._rows = [_Row(0) for _ in table.requests]
         self._first = len(table.requests) + 1  # row of entry 0, after the slots and the scratch slot
