@@ -155,12 +155,11 @@ class RequestPages:
         """Share the chunks of a planned step; give back the windowed pages behind the rows' windows.
 
         So a request with the same beginning waits for that alone and not for a whole long prompt, and windowed pages
-        can stay in the cache when they are behind the window. Without a window, prompts whose prefixes can be used only
-        up to a snapshot are shared at their ends, and where snapshots are saved.
+        can stay in the cache when they are behind the window. Prompts whose prefixes can be used only up to a snapshot
+        are shared at their ends, and where snapshots are saved.
         """
         entry_len = self._table.entry_len[slots]
-        at_ends = self._snapshots is not None and self._windows is None
-        shared = new_len == entry_len if at_ends else new_len <= entry_len
+        shared = new_len == entry_len if self._snapshots is not None else new_len <= entry_len
         for slot, length in zip(slots[shared].tolist(), new_len[shared].tolist(), strict=True):
             self.share_prefix(self._table.request(slot), length)
         if self._windows is not None:
