@@ -18,7 +18,8 @@ from measuring.profiler import Profiler
 from minisgl.cli import parse_args
 from minisgl.process.machine import raise_open_files
 from minisgl.process.worker import Worker
-from minisgl.server.supervisor import Supervisor, bind
+from minisgl.server.listener import bind
+from minisgl.server.supervisor import Supervisor
 
 STEP_MS = "MINISGL_STEP_MS"
 PROFILE_DIR = "MINISGL_PROFILE_DIR"

@@ -18,7 +18,8 @@ from minisgl.models.load_config import load_engine_model
 from minisgl.pooling.pooling_config import NO_TEXT
 from minisgl.process.machine import open_standard_streams, raise_open_files, wait_for_children
 from minisgl.server.api.tracing import check_otel
-from minisgl.server.supervisor import Supervisor, bind
+from minisgl.server.listener import bind, bind_unix
+from minisgl.server.supervisor import Supervisor
 
 
 def main() -> int:
@@ -44,7 +45,10 @@ def main() -> int:
             check_packages()
         if config.otlp_endpoint is not None:
             check_otel()
-        listener = bind(config.host, config.port, config.http.send_timeout)
+        if config.uds is None:
+            listener = bind(config.host, config.port, config.http.send_timeout)
+        else:
+            listener = bind_unix(config.uds)
         folders = find()
         # An unsupported model is noticed before any process is started.
         model = load_engine_model(folders.model, config.engine)

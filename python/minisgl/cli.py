@@ -90,7 +90,6 @@ NO_SUCH_FLAG = _by_flag(
         "--override-generation-config --preferred-sampling-params": "give --generation-config a folder with the file",
         "--limit-mm-per-prompt --enable-multimodal": "only text is served",
         "--stream-interval": "the tokens of each step are sent at once",
-        "--uds": "the server listens at --host and --port",
         "--download-dir": "set HF_HUB_CACHE",
         "--config": "there is no file of flags: give them on the command line",
         "--api-server-count": "one process answers HTTP; --num-tokenizer starts more tokenizers",

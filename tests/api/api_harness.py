@@ -76,7 +76,7 @@ class RunningServer:
         self.config, self.engine, self._beats = config, engine, beats
         self._addresses = Addresses(run_dir)
         self._socket = listener or listening_socket()
-        self.port: int = self._socket.getsockname()[1]
+        self.port: int = 0 if self._socket.family == socket.AF_UNIX else self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._started = threading.Event()
         self.drained = threading.Event()  # every request that came before a drain is answered
@@ -170,12 +170,13 @@ class RunningServer:
 class RawClient:
     """A client that can be rude: half a request, no reading, sudden ends."""
 
-    def __init__(self, port: int, receive_buffer: int | None = None) -> None:
-        self.socket = socket.socket()
+    def __init__(self, address: int | str, receive_buffer: int | None = None) -> None:
+        """`address`: a port, or the path of a Unix domain socket."""
+        self.socket = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
         if receive_buffer is not None:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         self.socket.settimeout(120)
-        self.socket.connect(("127.0.0.1", port))
+        self.socket.connect(address if isinstance(address, str) else ("127.0.0.1", address))
 
     def post(self, path: str, body: dict[str, Any], *, cut: int = 0) -> None:
         data = json.dumps(body).encode()

@@ -23,7 +23,7 @@ from minisgl.config import ConfigError, HttpConfig
 from minisgl.message.shared import Abort
 from minisgl.message.to_tokenizer import Generate
 from minisgl.server.api.http.gates import client_of
-from minisgl.server.supervisor import bind
+from minisgl.server.listener import bind, bind_unix
 
 CHAT = "/v1/chat/completions"
 HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -362,11 +362,15 @@ def test_other_answers_to_a_client_of_http_1_0(server: RunningServer) -> None:
     assert not body
 
 
-def test_a_client_that_never_reads_and_never_leaves(start_server: Callable[..., RunningServer]) -> None:
-    """The kernel ends a connection that takes nothing for too long, and the request ends with it."""
-    listener = bind("127.0.0.1", 0, send_timeout=0.5)
-    server = start_server(listener=listener)
-    deaf = RawClient(server.port, receive_buffer=4096)
+@pytest.mark.parametrize("kind", ["tcp", "unix"])
+def test_a_client_that_never_reads_and_never_leaves(
+    start_server: Callable[..., RunningServer], tmp_path: Path, kind: str
+) -> None:
+    """A connection that takes nothing for too long is ended, by the kernel if it is TCP, and the request with it."""
+    path = str(tmp_path / "socket")
+    listener = bind("127.0.0.1", 0, send_timeout=0.5) if kind == "tcp" else bind_unix(path)
+    server = start_server(listener=listener, send_timeout=0.5)
+    deaf = RawClient(server.port if kind == "tcp" else path, receive_buffer=4096)
     deaf.post("/v1/completions", {"prompt": "big endless", "stream": True, "max_tokens": 4000})
     (generate,) = server.engine.wait_for(Generate)
     wait_until(lambda: bool(server.engine.of_type(Abort)))
@@ -375,17 +379,19 @@ def test_a_client_that_never_reads_and_never_leaves(start_server: Callable[..., 
     deaf.leave()
 
 
-def test_a_slow_reader_is_not_cut(start_server: Callable[..., RunningServer]) -> None:
+@pytest.mark.parametrize("kind", ["tcp", "unix"])
+def test_a_slow_reader_is_not_cut(start_server: Callable[..., RunningServer], tmp_path: Path, kind: str) -> None:
     """A client that reads something now and then keeps its connection."""
-    listener = bind("127.0.0.1", 0, send_timeout=5.0)
-    server = start_server(listener=listener)
-    slow = RawClient(server.port, receive_buffer=4096)
+    path = str(tmp_path / "socket")
+    listener = bind("127.0.0.1", 0, send_timeout=5.0) if kind == "tcp" else bind_unix(path)
+    server = start_server(listener=listener, send_timeout=5.0)
+    slow = RawClient(server.port if kind == "tcp" else path, receive_buffer=4096)
     slow.post("/v1/completions", {"prompt": "big", "stream": True, "max_tokens": 20})
     received = b""
     deadline = time.monotonic() + 6.0
     while time.monotonic() < deadline:
         time.sleep(0.1)
-        received += slow.socket.recv(4096)
+        received += slow.socket.recv(16384)
     slow.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**20)
     assert (received + slow.read_all()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
     server.assert_idle()

@@ -19,6 +19,7 @@ from minisgl.server.api.http.connection import MAX_HEAD_BYTES, MAX_WRITE_BYTES, 
 UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUPgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
 CHUNKS = b"8;a=b\r\n\r\nupgrad\r\n7\r\ne:\r\n\r\nz\r\n0\r\nx-last: 1\r\n\r\n"
 Requests = list[tuple[str, bytes]]  # path, body
+TIMEOUTS = {"header_timeout": 60.0, "send_timeout": 60.0}
 
 
 class Wire(asyncio.Transport):
@@ -58,7 +59,7 @@ async def send_all(packets: list[bytes]) -> tuple[Requests, Wire]:
         await send({"type": "http.response.body"})
 
     wire = Wire()
-    connection = Connection(uvicorn.Config(app, ws="none", log_config=None), ServerState(), {}, header_timeout=60)
+    connection = Connection(uvicorn.Config(app, ws="none", log_config=None), ServerState(), {}, **TIMEOUTS)
     connection.connection_made(wire)
     for packet in packets:
         connection.data_received(packet)
@@ -212,7 +213,7 @@ def test_a_large_part_of_a_body_is_written_in_slices_between_which_others_get_th
     async def main() -> bytes:
         nonlocal paused_at
         wire = Wire()
-        connection = Connection(uvicorn.Config(app, ws="none", log_config=None), ServerState(), {}, header_timeout=60)
+        connection = Connection(uvicorn.Config(app, ws="none", log_config=None), ServerState(), {}, **TIMEOUTS)
         connection.connection_made(wire)
         connection.data_received(b"GET / HTTP/1.0\r\nhost: a\r\n\r\n")
         while not wire.is_closing():

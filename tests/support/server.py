@@ -52,7 +52,7 @@ class Server:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.log.append(line.rstrip("\n"))
-            if found := re.search(r"ready after .* on (http://[\w.:\[\]]+)", line):
+            if found := re.search(r"ready after .* on (http://[\w.:\[\]]+|unix:\S+)", line):
                 self.url = found[1]
                 self._ready.set()
         self._ready.set()

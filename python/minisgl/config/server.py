@@ -43,6 +43,14 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
     ] = ()
     host: Annotated[str, Setting("address to listen on")] = "127.0.0.1"
     port: Annotated[int, Setting("TCP port to listen on; 0: any free one", ge=0, le=65535)] = DEFAULT_PORT
+    uds: Annotated[
+        str | None,
+        Setting(
+            "Unix domain socket to listen on, to which the umask says who may connect; --host and --port then have no "
+            "effect",
+            metavar="PATH",
+        ),
+    ] = None
     num_tokenizers: Annotated[
         int,
         Setting(
@@ -156,6 +164,10 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
             raise ConfigError("--kv-events-config needs --cache radix: without it no prefix is cached")
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise ConfigError(f"--otlp-endpoint must be http://HOST:PORT or https://..., not {self.otlp_endpoint}")
+        if self.uds == "":
+            raise ConfigError("--uds: the path must not be empty")
+        if self.shell and self.uds is not None:
+            raise ConfigError("--shell does not reach a Unix domain socket: leave --uds out")
         if self.shell and self.http.ssl_certfile is not None:
             raise ConfigError("--shell does not speak https: start it by itself, or leave --ssl-certfile out")
         if not all(self.model_names):

@@ -6,7 +6,6 @@ noticed before anything slow happens. A worker's death shows at once as the end 
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import selectors
@@ -19,14 +18,15 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from minisgl.config import ConfigError, HttpConfig, ServerConfig
+from minisgl.config import ServerConfig
 from minisgl.limits import Limits
 from minisgl.message.control import Drain, Drained, Failed, Phase, Progress, Ready, Serve, Shutdown, Start, ToSupervisor
 from minisgl.process.child import Child, start_worker
 from minisgl.process.hang_watch import RankWatch
 from minisgl.process.machine import cpu_environment, make_run_dir
+from minisgl.server.listener import url_of
 from minisgl.server.signal_socket import SignalSocket
-from minisgl.shell.shell_process import ShellProcess, origin
+from minisgl.shell.shell_process import ShellProcess
 
 logger = logging.getLogger(__name__)
 
@@ -61,23 +61,6 @@ class Terminated(Interrupted):
     """SIGTERM alone: running requests may finish."""
 
 
-def bind(host: str, port: int, send_timeout: float = HttpConfig().send_timeout) -> socket.socket:
-    """Return the listening socket. ConfigError if it cannot be bound."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
-            # Closes connections whose clients read nothing for this long. Accepted connections inherit it.
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(send_timeout * 1000))
-        sock.bind(address)
-        sock.listen(2048)
-    except OSError as error:
-        flag = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another {flag}") from None
-    return sock
-
-
 class Supervisor:
     """Runs one server from start to end. ConfigError if there is no folder for its sockets."""
 
@@ -98,17 +81,16 @@ class Supervisor:
     def run(self) -> int:
         """Serve until interrupted or the shell ends (0), or until a worker fails (1)."""
         begin = time.perf_counter()
-        host, port = self._listener.getsockname()[:2]
+        scheme = "https" if self._config.http.ssl_certfile else "http"
+        address, url = self._listener.getsockname(), url_of(self._listener, scheme)
         try:
             self._launch()
             cap = self._config.sampling_defaults.max_new_tokens
             self._tell_all(Serve(msgspec.structs.replace(self._wait_until_ready(), max_new_tokens=cap)))
             seconds = time.perf_counter() - begin
-            scheme = "https" if self._config.http.ssl_certfile else "http"
-            name = self._config.model_name
-            logger.info("ready after %.1f s: %s on %s", seconds, name, origin(scheme, host, port))
+            logger.info("ready after %.1f s: %s on %s", seconds, self._config.model_name, url)
             if self._config.shell:
-                self._open_shell(host, port)
+                self._open_shell(*address[:2])
             self._watch()
             self._drain()
             raise Interrupted

@@ -39,8 +39,9 @@ def run(worker: Worker) -> None:
     if worker.listen_fd is None:
         raise RuntimeError("the API server needs a listening socket")
     sock = socket.socket(fileno=worker.listen_fd)
-    # Connections inherit it. Without it a small write waits 40 ms for the client to acknowledge the one before.
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if sock.family != socket.AF_UNIX:
+        # Connections inherit it. Without it a small write waits 40 ms for the client to acknowledge the one before.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     gc.set_threshold(*COLLECT_AFTER)
     uvloop.run(serve(worker, sock))
     os._exit(0)  # nothing is left to do, and ZeroMQ would wait for tokenizers that are gone

@@ -105,7 +105,8 @@ def middleware_stack(config: ServerConfig, drain: DrainState) -> list[Middleware
         )
         found.append(cors)
     found.append(Middleware(DrainGate, drain=drain))
-    found.append(Middleware(Gate, checks=(browser_check(config.host, http), key_check(http))))
+    host = config.host if config.uds is None else None
+    found.append(Middleware(Gate, checks=(browser_check(host, http), key_check(http))))
     found.append(Middleware(BodyBudgetMiddleware, max_bytes=LARGEST_BODIES * http.max_body_bytes))
     return found
 

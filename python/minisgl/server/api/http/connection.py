@@ -24,17 +24,19 @@ class Connection(HttpToolsProtocol):
 
     While no request is being answered, one of two timers runs: uvicorn's keep-alive timer between requests, else
     `header_timeout` seconds. These cover a connection's first head, each later head from its first byte on, and the
-    rest of a body that the answer did not wait for.
+    rest of a body that the answer did not wait for. A client that has fallen behind has `send_timeout` seconds to read.
 
     A pipelined request, one that comes before the request ahead of it is answered, is dropped, and the connection
     closes after the answer: clients that pipeline send it again (RFC 9112, section 9.3.2). An offer to upgrade to
     another protocol is ignored.
     """
 
-    def __init__(self, *args: Any, header_timeout: float, **options: Any) -> None:
+    def __init__(self, *args: Any, header_timeout: float, send_timeout: float, **options: Any) -> None:
         super().__init__(*args, **options)
         self.url = b""  # URL of the last request that arrived
         self._header_timeout = header_timeout
+        self._send_timeout = send_timeout
+        self._send_timeout_task: asyncio.TimerHandle | None = None
         self._header_timeout_task: asyncio.TimerHandle | None = None
         self._reads_head = True  # False from the end of a head to the end of its body
         # Bytes of an unfinished head, or of a chunked body since its last data; too small by at most one packet.
@@ -48,6 +50,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_header_timeout()
         super().connection_lost(exc)
+        self._end_send_timeout()
 
     def data_received(self, data: bytes) -> None:
         if self._ignores_input or self.transport.is_closing():
@@ -65,6 +68,15 @@ class Connection(HttpToolsProtocol):
             if self._unread > MAX_HEAD_BYTES:
                 self._refuse(head_too_large(MAX_HEAD_BYTES))
         self._choose_timer()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self.client is None:  # no address: a Unix domain socket; the kernel has a timeout for TCP
+            self._send_timeout_task = self.loop.call_later(self._send_timeout, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._end_send_timeout()
 
     # Callbacks of httptools' parser.
 
@@ -165,6 +177,11 @@ class Connection(HttpToolsProtocol):
         if self._header_timeout_task is not None:
             self._header_timeout_task.cancel()
             self._header_timeout_task = None
+
+    def _end_send_timeout(self) -> None:
+        if self._send_timeout_task is not None:
+            self._send_timeout_task.cancel()
+            self._send_timeout_task = None
 
 
 class EarlyRequest(Exception):

@@ -53,16 +53,17 @@ class Gate:
         await app(scope, receive, send)
 
 
-def browser_check(host: str, http: HttpConfig) -> Check:
+def browser_check(host: str | None, http: HttpConfig) -> Check:
     """Return the check that refuses requests of other sites' pages, and unknown host names of the server.
 
-    Host names are checked if the server listens on a loopback address (`host`), or if `allowed_hosts` names some. A
-    Host header that is an IP address always passes, because DNS rebinding needs a name.
+    Host names are checked if the server listens on a loopback address (`host`; None: on a Unix domain socket, which no
+    page can reach), or if `allowed_hosts` names some. A Host header that is an IP address always passes, because DNS
+    rebinding needs a name.
     """
     origins = frozenset(http.allowed_origins)
     names = {name.lower() for name in http.allowed_hosts}
-    checks_hosts = bool(names or _is_loopback(host)) and "*" not in names
-    hosts = names | {"localhost", host.lower()} if checks_hosts else None
+    checks_hosts = bool(names or (host is not None and _is_loopback(host))) and "*" not in names
+    hosts = names | {"localhost", (host or "localhost").lower()} if checks_hosts else None
 
     def check(scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)

@@ -137,7 +137,8 @@ class Server(uvicorn.Server):
         self._drain = drain
         self._metrics = metrics
         self._accepts = asyncio.Event()
-        self._connect = partial(Connection, config, self.server_state, {}, header_timeout=http.receive_timeout)
+        timeouts = {"header_timeout": http.receive_timeout, "send_timeout": http.send_timeout}
+        self._connect = partial(Connection, config, self.server_state, {}, **timeouts)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections of the one socket with an Acceptor instead of uvicorn's server."""
