@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import anthropic
 import pytest
 from api_harness import MODEL, RawClient, RunningServer
 from pydantic_core import from_json
@@ -430,6 +431,43 @@ def test_an_error_ends_a_stream(server: RunningServer) -> None:
     assert last["error"] == {"type": "api_error", "message": "the generation failed in the server"}
     assert last["type"] == "error"
     assert f"x-request-id: {last['request_id']}" in begun.decode()
+
+
+def test_models_have_anthropics_form_for_its_clients(start_server: Callable[..., RunningServer]) -> None:
+    names = [MODEL, "short", "org/Long-Name"]
+    server = start_server(model_names=tuple(names), api_keys=("key",))
+    client = anthropic.Anthropic(base_url=server.url, api_key="key", max_retries=0)
+    for models in (client.models, client.beta.models):
+        assert [model.id for model in models.list()] == names
+        assert [model.id for model in models.list(limit=1)] == names, "three pages"
+    page = client.models.list(limit=2)
+    assert (page.has_more, page.first_id, page.last_id) == (True, MODEL, "short")
+    earlier = client.models.list(limit=1, before_id="org/Long-Name")
+    assert ([model.id for model in earlier.data], earlier.has_more) == (["short"], True)
+    assert [model.id for model in client.models.list(after_id=names[-1])] == []
+    for name in names:
+        model = client.models.retrieve(name)
+        assert (model.id, model.type, model.display_name, model.lifecycle) == (name, "model", name, "active")
+        assert (model.max_input_tokens, model.created_at.tzinfo is not None) == (4096, True)
+    openai_card = server.get(f"/v1/models/{MODEL}", headers={"x-api-key": "key"}).json()
+    assert openai_card.keys() == {"id", "object", "created", "owned_by", "root", "max_model_len"}
+
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        client.models.retrieve("claude")
+    assert missing.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+    assert missing.value.request_id
+    for wrong in (
+        {"limit": 0},
+        {"limit": 1001},
+        {"limit": "9" * 5000},
+        {"after_id": "claude"},
+        {"before_id": "claude"},
+    ):
+        with pytest.raises(anthropic.BadRequestError, match=next(iter(wrong))):
+            client.models.list(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(anthropic.AuthenticationError) as closed:
+        client.with_options(api_key="another").models.list()
+    assert closed.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
 
 
 def test_the_key_may_stand_in_x_api_key(start_server: Callable[..., RunningServer]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from starlette.types import Scope
 
 ANTHROPIC_ROUTE = "/v1/messages"  # and all below it
+MODELS_ROUTE = "/v1/models"  # and all below it: Anthropic's clients have the same route as OpenAI's
+ANTHROPIC_HEADER = b"anthropic-version"
 
 
 def route_path(scope: Scope) -> str:
@@ -15,6 +17,8 @@ def route_path(scope: Scope) -> str:
 
 
 def speaks_anthropic(scope: Scope) -> bool:
-    """Return True if the client expects errors in Anthropic's form."""
+    """Return True if the client expects answers in Anthropic's form."""
     path = route_path(scope)
+    if path == MODELS_ROUTE or path.startswith(f"{MODELS_ROUTE}/"):
+        return any(name == ANTHROPIC_HEADER for name, _ in scope["headers"])
     return path == ANTHROPIC_ROUTE or path.startswith(f"{ANTHROPIC_ROUTE}/")

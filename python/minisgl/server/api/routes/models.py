@@ -1,6 +1,7 @@
 """The model and its tokenizer: /v1/models, /tokenize, /detokenize, /tokenizer_info.
 
-Bodies and answers of the tokenizer's routes have vLLM's form.
+Anthropic's clients, which send their version, get the models in Anthropic's form. Bodies and answers of the tokenizer's
+routes have vLLM's form.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from minisgl.message.packed_ids import pack_ids, unpack_ids
 from minisgl.message.to_api import Decoded, Described, Encoded
 from minisgl.message.to_tokenizer import ChatPrompt, Decode, Describe, Encode, TextPrompt
 from minisgl.sampling_params import InvalidRequest
+from minisgl.server.api.anthropic.models import ModelInfo, ModelPage, model_info, model_page
 from minisgl.server.api.bodies.plain_prompts import checked_ids
 from minisgl.server.api.bodies.route_bodies import DetokenizeBody, TokenizeBody
+from minisgl.server.api.http.request_head import speaks_anthropic
 from minisgl.server.api.routes.endpoint import Endpoint, Routes, json_response
 from minisgl.tokenizer.conversation import template_messages
 
@@ -47,21 +50,27 @@ class Detokenized(msgspec.Struct, frozen=True):
 class ModelRoutes(Routes):
     def endpoints(self) -> list[Endpoint]:
         return [
-            Endpoint("/v1/models", self.models, answers=(ModelList,)),
-            Endpoint("/v1/models/{model:path}", self.model, answers=(ModelCard,), errors=(404,)),
+            Endpoint("/v1/models", self.models, answers=(ModelList, ModelPage)),
+            Endpoint("/v1/models/{model:path}", self.model, answers=(ModelCard, ModelInfo), errors=(404,)),
             Endpoint("/model_info", self.model_info),  # SGLang's
             Endpoint("/get_model_info", self.model_info),  # its older name
         ]
 
-    async def models(self, _request: Request) -> Response:
+    async def models(self, request: Request) -> Response:
         """List the model under each of its names."""
-        return json_response(ModelList([self._card(name) for name in self._service.config.model_names]))
+        names = self._service.config.model_names
+        if speaks_anthropic(request.scope):
+            return json_response(model_page([self._info(name) for name in names], request.query_params))
+        return json_response(ModelList([self._card(name) for name in names]))
 
     async def model(self, request: Request) -> Response:
         """Describe the model under one of its names."""
         name = request.path_params["model"]
         self._service.check_model(name)
-        return json_response(self._card(name))
+        return json_response(self._info(name) if speaks_anthropic(request.scope) else self._card(name))
+
+    def _info(self, name: str) -> ModelInfo:
+        return model_info(name, self._service.created, self._service.limits.max_seq_len)
 
     def _card(self, name: str) -> ModelCard:
         service = self._service
