@@ -277,6 +277,14 @@ def test_an_endless_head_after_a_request(start_server: Callable[..., RunningServ
     assert client.read_all().endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
+def test_a_length_may_have_zeros_in_front(server: RunningServer) -> None:
+    """HTTP allows any number of them; Python reads numbers of up to 4,300 digits."""
+    client = RawClient(server.port)
+    head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: %b2\r\n\r\n"
+    client.socket.sendall(head % (b"0" * 5000) + b"{}")
+    assert client.read_all().startswith(b"HTTP/1.1 400 "), "the body has no prompt"
+
+
 @pytest.mark.parametrize("sent", [b"hello\r\n\r\n", b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: x\r\n\r\n"])
 def test_bytes_that_are_not_http_are_answered_400(server: RunningServer, sent: bytes) -> None:
     client = RawClient(server.port)

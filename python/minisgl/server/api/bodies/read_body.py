@@ -120,7 +120,7 @@ def check_content_encoding(request: Request) -> None:
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytearray:
-    declared = request.headers.get("content-length", "0")
+    declared = request.headers.get("content-length", "0").lstrip("0") or "0"  # the HTTP parser allows 20 other digits
     if not declared.isdecimal() or int(declared) > max_bytes:
         raise too_large(max_bytes)
     data = bytearray()
