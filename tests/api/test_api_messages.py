@@ -300,6 +300,7 @@ def test_why_an_answer_stops(qwen: RunningServer, stream: bool) -> None:
     assert end(say("Hi", ".")) == ("end_turn", None)
     assert end(say("Hi", ".", max_tokens=1)) == ("max_tokens", None)
     assert end(say(*CALL)) == ("tool_use", None)
+    assert end(say(*CALL[:3])) == ("end_turn", None), "the call is cut"
     assert end(say(*CALL, tool_choice={"type": "tool", "name": "get_weather"})) == ("tool_use", None)
     assert end(say(*CALL, max_tokens=4)) == ("max_tokens", None)
     stopped = {**HELLO, "messages": [{"role": "user", "content": "stop it"}], "stop_sequences": ["END"]}

@@ -186,6 +186,14 @@ def test_a_limit_leaves_the_response_incomplete(server: RunningServer) -> None:
     assert events(server, **body)[-1]["type"] == "response.incomplete"
 
 
+def test_a_call_within_which_the_answer_ends_is_incomplete(hermes: RunningServer) -> None:
+    for texts, status in ((CALL, "completed"), (CALL[:4], "completed"), (CALL[:3], "incomplete")):
+        body = say(*texts, tools=[WEATHER])
+        for response in (answer(hermes, **body), events(hermes, **body)[-1]["response"]):
+            (call,) = response["output"]
+            assert (response["status"], call["type"], call["status"]) == ("completed", "function_call", status)
+
+
 def test_an_answer_of_nothing_is_an_empty_message(hermes: RunningServer) -> None:
     assert [item["type"] for item in answer(hermes, **say())["output"]] == ["message"]
     assert [item["type"] for item in answer(hermes, **say(*THOUGHT))["output"]] == ["reasoning", "message"]

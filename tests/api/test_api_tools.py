@@ -169,6 +169,19 @@ def test_finish_reasons(hermes: RunningServer) -> None:
     assert named["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
 
 
+def test_a_call_that_is_cut_is_not_announced(hermes: RunningServer) -> None:
+    """A stop string may end the answer within a call, and so may the model. Without its end marker a call is whole."""
+    for length in range(len(CALL) + 1):
+        body = say(*TIME_CALL, *CALL[:length])
+        choice = answer(hermes, body)
+        calls = choice["message"]["tool_calls"]
+        is_cut = len(calls) == 2 and calls[1]["function"]["arguments"] != '{"city": "Paris"}'
+        assert choice["finish_reason"] == ("stop" if is_cut else "tool_calls"), length
+        chunks = parse_events(hermes.post(PATH, json=body | {"stream": True}).text)
+        assert chunks[-1]["choices"][0]["finish_reason"] == choice["finish_reason"]
+        assert is_cut == (length in (4, 5)), calls
+
+
 def test_parallel_tool_calls(hermes: RunningServer) -> None:
     body = say(*CALL, *TIME_CALL, "\nDone.")
     both = answer(hermes, body)["message"]

@@ -36,6 +36,11 @@ class ValueEnd:
         self.code_chars = 0  # characters outside of strings so far
         self.ended = False
 
+    @property
+    def is_cut(self) -> bool:
+        """True if the value is incomplete as it is. A scalar is complete, although it may go on."""
+        return not self.ended and not self._is_scalar
+
     def feed(self, text: str, at: int) -> int:
         """Scan the text from `at`; return the position up to which it belongs to the value. See `ended`."""
         if self._is_scalar:

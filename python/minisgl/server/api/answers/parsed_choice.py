@@ -10,8 +10,9 @@ from typing import Literal, TypeAlias
 from msgspec import UNSET, UnsetType
 
 from minisgl.message.logprobs import PackedPositions, PositionLogprobs, unpack_positions
+from minisgl.parsers.json_call import ValueEnd
 from minisgl.parsers.parser_choice import AnswerParser
-from minisgl.parsers.streaming import CallArguments, CallStart, Content, Event, Reasoning
+from minisgl.parsers.streaming import CallArguments, CallStart, Content, Event, Reasoning, next_character
 from minisgl.server.api.answers.logprob_forms import ChatLogprobs, chat_logprobs
 from minisgl.server.api.bodies.route_bodies import ChatBody
 from minisgl.server.api.bodies.tools import ToolUse
@@ -38,7 +39,9 @@ class ParsedChoice:
     def __init__(self, options: ChatOptions, prompt_end: str) -> None:
         self._options = options
         self._parser = options.parser(prompt_end)
-        self.num_calls = 0  # calls written so far
+        self._num_calls = 0  # calls written so far
+        self._arguments: ValueEnd | None = None  # of the last call, once there are any
+        self.is_cut = False  # the events so far end within a call, as they may where a stop string or a limit ends them
         self.begun = False  # the chunk with the role has been written
         self._packed_logprobs: list[PackedPositions] = []
         self.token_ids: list[int] = []
@@ -63,8 +66,28 @@ class ParsedChoice:
         if len(events) > 1:
             events = _merged(events)
         wanted = [event for event in events if self._is_wanted(event)]
-        self.num_calls += sum(isinstance(event, CallStart) for event in wanted)
+        for event in wanted:
+            self._follow_calls(event)
         return wanted
+
+    def _follow_calls(self, event: Event) -> None:
+        match event:
+            case CallStart():
+                self._num_calls += 1
+                self._arguments = None
+                self.is_cut = True
+            case CallArguments(_, text):
+                if self._arguments is None:
+                    self._arguments = ValueEnd(next_character(text)[0])
+                self._arguments.feed(text, 0)
+                self.is_cut = self._arguments.is_cut
+            case _:
+                self.is_cut = False
+
+    @property
+    def demands_calls(self) -> bool:
+        """True if the client is to run calls of the answer, once it has ended."""
+        return self._num_calls > 0 and not self.is_cut
 
     def _is_wanted(self, event: Event) -> bool:
         match event:
@@ -76,10 +99,10 @@ class ParsedChoice:
                 return True
 
     def finish_reason(self, delta: Delta) -> ChatFinishReason | None:
-        """Return OpenAI's finish reason, which is tool_calls after calls, unless the client named the tool."""
+        """Return OpenAI's finish reason: tool_calls after calls, unless one is cut or the client named the tool."""
         if delta.finish == "abort" or delta.finish == "error":
             raise ValueError("an aborted or failed answer is an error: it has no finish reason")
-        if delta.finish == "stop" and self.num_calls and not self._options.use.named:
+        if delta.finish == "stop" and self.demands_calls and not self._options.use.named:
             return "function_call" if self._options.body.functions else "tool_calls"
         return delta.finish
 

@@ -184,7 +184,7 @@ class MessagesWriter(Writer):
             return "model_context_window_exceeded" if is_full else "max_tokens"
         if sequence is not None:
             return "stop_sequence"
-        return "tool_use" if self._choice.num_calls else "end_turn"
+        return "tool_use" if self._choice.demands_calls else "end_turn"
 
     def _usage(self, usage: Usage) -> MessageUsage:
         cached = usage.prompt_tokens_details.cached_tokens

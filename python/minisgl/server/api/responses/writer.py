@@ -214,7 +214,8 @@ class ResponsesWriter(Writer):
                 yield from self._output.take(event, logprobs)
         if delta.finish is not None:
             self._is_complete = delta.finish == "stop"
-            yield from self._output.finish("completed" if self._is_complete else "incomplete")
+            is_whole = self._is_complete and not self._choice.is_cut
+            yield from self._output.finish("completed" if is_whole else "incomplete")
 
     def _finish(self) -> None:
         if self._is_complete:
