@@ -345,6 +345,31 @@ sys.exit(main())
 """
 
 
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "msgspec":
+            os.kill(os.getpid(), signal.SIGINT)
+
+from minisgl.__main__ import main
+sys.meta_path.insert(0, Finder())
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_ctrl_c_during_the_first_imports_ends_the_server_without_a_word(ignored: bool) -> None:
+    """A shell shows the status 130. A process that inherits the signal as ignored goes on."""
+    signals = ["env", "--ignore-signal=INT"] if ignored else []
+    command = [*signals, sys.executable, "-c", INTERRUPTED_IMPORT, "--no-such-flag"]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+    assert done.returncode == (2 if ignored else -signal.SIGINT)
+    assert (done.stderr != "") == ignored
+    assert "Traceback" not in done.stderr
+
+
 def test_a_signal_that_comes_while_a_line_is_logged_ends_the_server(folder: Path) -> None:
     """Logging catches what is raised while it writes: a handler must not leave its word to an exception."""
     command = [sys.executable, "-c", SIGNAL_WHILE_LOGGING, "--port", "0", "--model", str(folder)]

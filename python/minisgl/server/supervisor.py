@@ -1,6 +1,6 @@
 """The supervisor: the process that the user started. It launches the workers, watches them, and ends them.
 
-The port is bound and the model's config is read before (`__main__`), so that a port in use and an unsupported model are
+The port is bound and the model's config is read before (`start`), so that a port in use and an unsupported model are
 noticed before anything slow happens. A worker's death shows at once as the end of its control pipe.
 """
 
