@@ -2,28 +2,86 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import stat
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
 from minisgl.config import ConfigError
 from minisgl.message.socket import Addresses
-from minisgl.process.machine import LONGEST_NAME, MAX_SOCKET_PATH, make_run_dir
+from minisgl.process.run_dir import LONGEST_NAME, MAX_SOCKET_PATH, PREFIX, REMOVED, RunDir
 
 
 def test_the_folder_is_the_users_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder = Path(make_run_dir())
+    run_dir = RunDir()
+    folder = Path(run_dir.path)
     assert folder.parent == tmp_path
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     addresses = Addresses("")
     names = (addresses.api, addresses.scheduler, addresses.detokenizer, addresses.rank(63), addresses.tokenizer(999))
     assert max(len(name.removeprefix("ipc://")) for name in names) < LONGEST_NAME
+    run_dir.remove()
+    run_dir.remove()
+    assert not list(tmp_path.iterdir())
+
+
+MAKE = "from minisgl.process.run_dir import RunDir; folder = RunDir(); print(folder.path, flush=True)"
+
+
+def test_folders_of_killed_processes_are_removed_at_the_next_start(tmp_path: Path) -> None:
+    def make(then: str) -> subprocess.Popen[str]:
+        environment = os.environ | {"TMPDIR": str(tmp_path)}
+        command = [sys.executable, "-c", f"{MAKE}; import os, sys; {then}"]
+        return subprocess.Popen(command, env=environment, stdin=PIPE, stdout=PIPE, text=True)
+
+    def path_of(process: subprocess.Popen[str]) -> Path:
+        assert process.stdout is not None
+        return Path(process.stdout.readline().strip())
+
+    forking, living, killed = make("os.fork() or sys.stdin.read()"), make("sys.stdin.read()"), make("sys.stdin.read()")
+    folders = [path_of(process) for process in (forking, living, killed)]
+    forking.wait()  # its child still holds the lock, and may use the folder
+    (folders[2] / "api.ipc").touch()
+    half_removed = tmp_path / f"{PREFIX}12345678{REMOVED}"
+    half_removed.mkdir(mode=0o700)
+    others = [tmp_path / name for name in ("minisgl-run-mine", "minisgl-12345678", f"x{PREFIX}12345678")]
+    for folder in others:
+        folder.mkdir(mode=0o700)
+    link = tmp_path / f"{PREFIX}abcdefgh"
+    link.symlink_to(others[0])
+    shared = tmp_path / f"{PREFIX}shared_1"
+    shared.mkdir(mode=0o755)
+    killed.kill()
+    killed.wait()
+
+    last = path_of(make("pass"))
+    assert {*tmp_path.iterdir()} == {*folders[:2], *others, link, shared, last}
+    for process in (forking, living):
+        assert process.stdin is not None
+        process.stdin.close()
+    living.wait()
+
+
+def test_a_folder_that_cannot_be_locked_is_never_taken_for_a_dead_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(_descriptor: int, _operation: int) -> None:
+        raise OSError(errno.EBADF, "as NFS says")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with monkeypatch.context() as without_locks:
+        without_locks.setattr(fcntl, "flock", refuse)
+        folder = RunDir()
+    RunDir().remove()
+    assert [str(path) for path in tmp_path.iterdir()] == [folder.path]
 
 
 def test_a_path_that_no_socket_may_have_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -32,7 +90,7 @@ def test_a_path_that_no_socket_may_have_is_refused(monkeypatch: pytest.MonkeyPat
         folder.mkdir()
         monkeypatch.setattr(tempfile, "tempdir", str(folder))
         with pytest.raises(ConfigError, match="TMPDIR is too long, or not UTF-8"):
-            make_run_dir()
+            RunDir()
         assert not list(folder.iterdir())
 
 

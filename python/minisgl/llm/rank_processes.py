@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import threading
 import time
@@ -21,7 +20,8 @@ from minisgl.message.socket import Addresses, Outbox
 from minisgl.message.to_scheduler import ToRank
 from minisgl.process.child import Child, start_worker
 from minisgl.process.hang_watch import PING_SECONDS, RankWatch
-from minisgl.process.machine import cpu_environment, make_run_dir
+from minisgl.process.machine import cpu_environment
+from minisgl.process.run_dir import RunDir
 
 _GRACE = 1.0  # seconds for a rank's process to end after its connection has broken
 
@@ -47,7 +47,7 @@ def _end(
     children: list[Child],
     context: zmq.Context[zmq.Socket[bytes]],
     outboxes: list[Outbox[ToRank]],
-    run_dir: str,
+    run_dir: RunDir,
     closed: threading.Event,
     reading: threading.RLock,
 ) -> None:
@@ -67,7 +67,7 @@ def _end(
     for outbox in outboxes:
         outbox.close()
     context.destroy(linger=0)
-    shutil.rmtree(run_dir, ignore_errors=True)
+    run_dir.remove()
 
 
 class RankProcesses:
@@ -83,12 +83,12 @@ class RankProcesses:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._children: list[Child] = []
         self._outboxes: list[Outbox[ToRank]] = []
-        run_dir = make_run_dir()
+        run_dir = RunDir()
         held = os.getpid(), self._children, self._context, self._outboxes, run_dir, self._closed, self._reading
         self._end = weakref.finalize(self, _end, *held)
-        self.addresses = Addresses(run_dir)
+        self.addresses = Addresses(run_dir.path)
         for rank in range(1, config.engine.tp_size):
-            start = Start(config, run_dir, os.getpid(), rank)
+            start = Start(config, run_dir.path, os.getpid(), rank)
             child = start_worker(
                 f"scheduler-{rank}", "minisgl.scheduler.process:run", start, cpu_environment(os.environ)
             )

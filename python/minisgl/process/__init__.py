@@ -1,3 +1,3 @@
-"""Worker processes: `child` starts one, `worker` is the start of each; `machine` has the resources that they take, and
-`hang_watch` finds tensor-parallel ranks that hang.
+"""Worker processes: `child` starts one, `worker` is the start of each; `machine` has the resources that they take,
+`run_dir` the folder of their sockets, and `hang_watch` finds tensor-parallel ranks that hang.
 """

@@ -1,4 +1,4 @@
-"""Resources of the machine that the server's processes use: open files, a folder for sockets, memory and CPU time."""
+"""Resources of the machine that the server's processes use: open files, memory and CPU time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import os
 import resource
 import signal
-import tempfile
 from collections.abc import Mapping
 
 from minisgl.config import ConfigError
@@ -15,8 +14,6 @@ logger = logging.getLogger(__name__)
 
 MAX_OPEN_FILES = 65_535  # as in vLLM and SGLang
 FILES_BESIDE_CONNECTIONS = 128  # libraries, sockets to other processes and status requests of the API server
-MAX_SOCKET_PATH = 107  # bytes of a Unix socket's path on Linux
-LONGEST_NAME = len("/tokenizer-999.ipc")  # longest name in message.socket.Addresses
 # Iterations that an OpenMP thread spins before it sleeps. libgomp's default, 300,000, takes some 10 ms of a core that
 # others may need; fewer than 50,000 slow down steps on a quiet machine. On a busy one `engine.cpu_threads` uses one
 # thread.
@@ -83,36 +80,6 @@ def raise_open_files(max_queued_requests: int) -> int:
             max_queued_requests + FILES_BESIDE_CONNECTIONS,
         )
     return limit
-
-
-def make_run_dir() -> str:
-    """Create a folder for sockets in TMPDIR, with mode 0700.
-
-    ConfigError if it cannot be created, for instance on a read-only disk, or if its path is too long for a socket.
-    """
-    try:
-        folder = tempfile.mkdtemp(prefix="minisgl-")
-    except OSError as error:
-        reason = error.strerror if error.filename is None else error
-        raise ConfigError(
-            f"there is no folder for the server's sockets: {reason}; set TMPDIR to one that can be written"
-        ) from None
-    size = len(os.fsencode(folder))
-    if size + LONGEST_NAME <= MAX_SOCKET_PATH and _is_text(folder):
-        return folder
-    os.rmdir(folder)
-    raise ConfigError(
-        f"TMPDIR is too long, or not UTF-8: the path {folder!r} has {size} bytes, and a folder for sockets may have "
-        f"{MAX_SOCKET_PATH - LONGEST_NAME}"
-    )
-
-
-def _is_text(path: str) -> bool:
-    try:
-        path.encode()
-    except UnicodeEncodeError:  # Python represents undecodable bytes as surrogates
-        return False
-    return True
 
 
 def cpu_environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -39,6 +39,7 @@ from minisgl.message.control import (
 )
 from minisgl.message.socket import Addresses
 from minisgl.process.child import leave_signals_to_parent
+from minisgl.process.run_dir import REMOVED
 
 
 class Worker:
@@ -89,7 +90,7 @@ class Worker:
 
     def _remove_run_dir(self) -> None:
         """Remove the folder as the first of the workers, so that none can create a file in it meanwhile."""
-        removed = f"{self._run_dir}-removed"
+        removed = self._run_dir + REMOVED
         with suppress(OSError):  # another worker is the first
             os.rename(self._run_dir, removed)
             shutil.rmtree(removed, ignore_errors=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
@@ -23,7 +22,8 @@ from minisgl.limits import Limits
 from minisgl.message.control import Drain, Drained, Failed, Phase, Progress, Ready, Serve, Shutdown, Start, ToSupervisor
 from minisgl.process.child import Child, start_worker
 from minisgl.process.hang_watch import RankWatch
-from minisgl.process.machine import cpu_environment, make_run_dir
+from minisgl.process.machine import cpu_environment
+from minisgl.process.run_dir import RunDir
 from minisgl.server.listener import url_of
 from minisgl.server.signal_socket import SignalSocket
 from minisgl.shell.shell_process import ShellProcess
@@ -69,7 +69,7 @@ class Supervisor:
         self._entries = entries
         self._listener = listener
         self._signals = SignalSocket()  # first: a signal from here on still leads to `_clean_up`
-        self._run_dir = make_run_dir()
+        self._run_dir = RunDir()
         self._children: list[Child] = []
         self._ranks: RankWatch | None = None  # while serving
         self._selector = selectors.DefaultSelector()
@@ -120,7 +120,7 @@ class Supervisor:
         self._listener.close()
 
     def _start(self, name: str, kind: str, index: int = 0, listen_fd: int | None = None) -> None:
-        start = Start(self._config, self._run_dir, os.getpid(), index, listen_fd, name)
+        start = Start(self._config, self._run_dir.path, os.getpid(), index, listen_fd, name)
         env = cpu_environment(os.environ) if kind == "scheduler" else None
         child = start_worker(name, self._entries[kind], start, env)
         self._children.append(child)
@@ -262,7 +262,7 @@ class Supervisor:
         self._selector.close()
         self._signals.close()
         self._listener.close()
-        shutil.rmtree(self._run_dir, ignore_errors=True)
+        self._run_dir.remove()
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
