@@ -235,6 +235,23 @@ def test_missing_and_broken_files(saved: Saved, tmp_path: Path) -> None:
             load(tmp_path)
 
 
+def test_a_tensor_in_two_files(saved: Saved, tmp_path: Path) -> None:
+    """The index says which of the two counts."""
+    model, folder = saved("llama")
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    index = tmp_path / "model.safetensors.index.json"
+    raw = json.loads(index.read_text())
+    own = raw["weight_map"][EMBEDDING]
+    for other in {*raw["weight_map"].values()} - {own}:
+        tensors = load_file(tmp_path / other)
+        save_file({**tensors, EMBEDDING: torch.ones(199, 72)}, tmp_path / other)
+    assert_same(load(tmp_path), load(folder))
+    del raw["weight_map"][EMBEDDING]
+    index.write_text(json.dumps(raw))
+    with pytest.raises(WeightError, match=r"embed_tokens\.weight is in .*\.safetensors and in .* names neither for it"):
+        load(tmp_path)
+
+
 def test_progress_bar_is_shown_only_if_asked(saved: Saved, capfd: pytest.CaptureFixture[str]) -> None:
     load(saved("llama")[1])
     assert capfd.readouterr() == ("", "")

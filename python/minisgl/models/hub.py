@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -127,14 +128,22 @@ def _download_from_hugging_face(name: str, revision: str | None, patterns: list[
         raise UnsupportedModel(f"model {name} could not be downloaded: {first_line(error)}") from error
 
 
-def checkpoint_files(folder: Path) -> list[Path]:
+class CheckpointFiles(NamedTuple):
+    """Safetensors files of a model folder, and the file that an index names for each tensor."""
+
+    paths: list[Path]
+    path_of: Mapping[str, Path]
+
+
+def checkpoint_files(folder: Path) -> CheckpointFiles:
     """Return the safetensors files of a model folder. Raises WeightError if there are none or one is missing."""
     if (folder / SINGLE).is_file():  # takes precedence over an index, which an older save may have left
-        return [folder / SINGLE]
+        return CheckpointFiles([folder / SINGLE], {})
     index = folder / INDEX
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+            file_of = json.loads(index.read_bytes())["weight_map"]
+            names = sorted(set(file_of.values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise WeightError(f"{index} is not a safetensors index: {error!r}") from error
         if not all(isinstance(name, str) and _is_inside(Path(name)) for name in names):
@@ -142,7 +151,8 @@ def checkpoint_files(folder: Path) -> list[Path]:
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise WeightError(f"{folder} lacks {abridged(missing)}, named by {INDEX}")
-        return [folder / name for name in names]
+        path_of = {tensor: folder / name for tensor, name in file_of.items()}
+        return CheckpointFiles([folder / name for name in names], path_of)
     others = sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.gguf"))
     hint = f" ({others[0]} is not supported: convert it to safetensors)" if others else ""
     raise WeightError(f"{folder} has neither {SINGLE} nor {INDEX}{hint}")

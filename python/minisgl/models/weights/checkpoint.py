@@ -65,12 +65,17 @@ class Checkpoint:
         self._files = _Files()
         stored: dict[str, SafetensorsTensor] = {}
         left_out: list[str] = []
-        for path in checkpoint_files(folder):
+        paths, path_of = checkpoint_files(folder)
+        for path in paths:
             for name in self._files.open(path).keys():  # noqa: SIM118 (not a dict)
-                if names.ours(name) is not None:
-                    stored[name] = SafetensorsTensor(self._files, path, name)
-                else:
+                if names.ours(name) is None:
                     left_out.append(next(prefix for prefix in names.ignored if name.startswith(prefix)))
+                elif name not in stored or path_of.get(name) == path:
+                    stored[name] = SafetensorsTensor(self._files, path, name)
+                elif path_of.get(name) != stored[name].path:
+                    raise WeightError(
+                        f"{name} is in {stored[name].path} and in {path.name}, and the index names neither for it"
+                    )
         if left_out:
             prefixes = ", ".join(sorted({prefix.removesuffix(".") for prefix in left_out}))
             logger.info("%d tensors that plain text does not need are left out: %s", len(left_out), prefixes)
