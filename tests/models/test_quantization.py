@@ -105,7 +105,14 @@ class InMemory:
         return self.tensor[index]
 
 
-NAMES = {torch.uint8: "U8", torch.int32: "I32", torch.float16: "F16", torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8"}
+NAMES = {
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
 
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "awq", "gptq desc_act", "compressed int4 asymmetric"])
@@ -177,10 +184,15 @@ def test_a_file_of_its_own_says_how_weights_are_stored(pair: Callable[[str], Pai
     (folder / "config.json").write_text(json.dumps(raw))
     (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": own}))
     assert_same(load(folder), load(plain))
+    (folder / "config.json").write_text(json.dumps({**raw, "quantization_config": None}))
+    assert_same(load(folder), load(plain))
     quantization = load_model_config(folder).quantization
     assert quantization is not None
     assert quantization.scheme_of("model.layers.3.router") is None
     assert quantization.scheme_of("model.layers.3.mlp.up_proj") is not None
+    (folder / "hf_quant_config.json").write_text('{"quantization": "FP8"}')
+    with pytest.raises(UnsupportedModel, match=r'hf_quant_config\.json: quantization must be an object, not "FP8"'):
+        load(folder)
 
 
 def test_static_scales_of_activations(pair: Callable[[str], Pair], tmp_path: Path) -> None:
@@ -239,12 +251,12 @@ def pack(**more: Any) -> dict[str, Any]:
 
 
 def weights(bits: int = 4, strategy: str = "group") -> dict[str, Any]:
-    return compressed("pack-quantized", "int", bits, strategy)
+    return compressed("pack-quantized", "int", bits, strategy, group_size=GROUP)
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "no method": ({"bits": 4}, "quant_method null is not supported; known are fp8, "),
-    "no object": ([], "quant_method [] is not supported"),
+    "no object": ([], "quantization_config must be an object, not []"),
     "method": ({"quant_method": "bitsandbytes"}, 'quant_method "bitsandbytes" is not supported; known are fp8, '),
     "e5m2": ({"quant_method": "fp8", "fmt": "e5m2"}, '(fp8): fmt "e5m2" is not supported'),
     "activations": ({"quant_method": "fp8", "activation_scheme": "wild"}, '(fp8): activation_scheme "wild"'),
@@ -284,6 +296,36 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "config_groups.group_0.input_activations.num_bits 4",
     ),
     "expression": (pack(ignore=["re:("]), 'ignore ["re:("] is not supported'),
+    "a string": ("fp8", 'quantization_config must be an object, not "fp8"'),
+    "marlin by the newer key": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "format": "marlin"},
+        '(gptq): format "marlin" is not supported',
+    ),
+    "two formats": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "gptq", "format": "gptq_v2"},
+        '(gptq): format "gptq_v2" is not supported',
+    ),
+    "awq gemv by the newer key": (
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "format": "gemv"},
+        '(awq): format "gemv" is not supported',
+    ),
+    "awq bits by module": (
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "dynamic": {"+:.*up_proj": {"bits": 8}}},
+        "(awq): dynamic ",
+    ),
+    "no targets": (pack(config_groups={"a": {"targets": []}}), "config_groups.a.targets [] is not supported"),
+    "no group size": (
+        compressed("pack-quantized", "int", 4, "group"),
+        "config_groups.group_0.weights.group_size null is not supported",
+    ),
+    "no block": (
+        compressed("float-quantized", "float", 8, "block"),
+        "config_groups.group_0.weights.block_structure null is not supported",
+    ),
+    "order": (
+        compressed("pack-quantized", "int", 4, "group", group_size=GROUP, actorder="wild"),
+        'config_groups.group_0.weights.actorder "wild" is not supported',
+    ),
 }
 
 
@@ -306,7 +348,7 @@ def test_modules_are_named_by_components_and_expressions() -> None:
 
 def test_groups_of_compressed_tensors_by_target() -> None:
     groups = {
-        "a": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group"}},
+        "a": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "channel"}},
         "b": {
             "targets": ["re:.*down_proj"],
             "format": "float-quantized",
@@ -319,7 +361,27 @@ def test_groups_of_compressed_tensors_by_target() -> None:
     assert kinds == ["PackedWeights", "ScaledWeights"]
 
 
+def test_targets_by_their_specificity() -> None:
+    """As compressed-tensors has it: a name, an expression, a class, in whatever order the groups are."""
+    groups = {
+        name: {"targets": targets, "weights": {"num_bits": bits, "type": "int", "strategy": "channel"}}
+        for name, targets, bits in (
+            ("a", ["Linear"], 4),
+            ("b", ["re:.*proj"], 8),
+            ("c", ["layers.0.mlp.up_proj", "re:.*down_proj"], 2),
+        )
+    }
+    for order in ("abc", "cba"):
+        config = pack(config_groups={name: groups[name] for name in order}, ignore=[])
+        quantization = parse_config({**LLAMA, "quantization_config": config}).quantization
+        assert quantization is not None
+        names = ("layers.0.mlp.up_proj", "layers.1.mlp.up_proj", "layers.0.mlp.down_proj", "lm_head")
+        kinds = [scheme.kind for name in names if (scheme := quantization.scheme_of(name))]
+        assert kinds == ["int2", "int8", "int2", "int4"]
+
+
 UP = "model.layers.0.mlp.up_proj"
+NAN = float("nan")
 
 
 @pytest.mark.parametrize(
@@ -329,10 +391,31 @@ UP = "model.layers.0.mlp.up_proj"
         ("awq", {f"{UP}.scales": torch.ones(5, 320)}, r"up_proj: scales has shape \[5, 320\], .* asks for \[6, 320\]"),
         ("fp8 tensor", {f"{UP}.weight_scale": None}, r"up_proj\.weight is stored as F8_E4M3, and config"),
         ("fp8 blocks of bf16", {f"{UP}.weight_scale_inv": torch.ones(3, 3)}, r"up_proj: the scale has shape \[3, 3\]"),
-        ("gptq", {f"{UP}.g_idx": torch.full((192,), 6, dtype=torch.int32)}, r"up_proj.*g_idx names groups"),
+        ("gptq", {f"{UP}.g_idx": torch.full((192,), 6, dtype=torch.int32)}, r"g_idx does not .* 6 groups of 32"),
+        ("gptq", {f"{UP}.g_idx": torch.zeros(192, dtype=torch.int32)}, r"up_proj.*g_idx does not divide"),
         ("gptq", {f"{UP}.bias": torch.ones(320)}, r"does not use: .*up_proj\.bias$"),
         ("fp8 tensor", {"lm_head.weight_scale": torch.ones(1)}, r"lm_head: weight is stored as F32, but .* F8_E4M3"),
         ("compressed int8", {"lm_head.weight_scale": torch.ones(1)}, r"says that this module is not quantized"),
+        ("gptq desc_act", {f"{UP}.g_idx": None}, r"up_proj\.g_idx is not there, but config\.json has desc_act true"),
+        ("gptq", {f"{UP}.scales": torch.full((6, 320), NAN)}, r"up_proj\.weight: scales has a value .* not a number"),
+        ("awq", {f"{UP}.scales": torch.full((6, 320), torch.inf)}, r"up_proj\.weight: scales has a value that is inf"),
+        (
+            "compressed packed int8",
+            {f"{UP}.weight_scale": torch.full((320, 6), NAN)},
+            r"weight_scale has a value that is",
+        ),
+        ("fbgemm", {f"{UP}.weight_scale": torch.full((320,), NAN)}, r"up_proj\.weight: the scale has a value that is"),
+        ("fp8 tensor", {f"{UP}.weight_scale": torch.ones(1, dtype=torch.int32)}, r"weight_scale is stored as I32"),
+        ("awq", {f"{UP}.scales": torch.ones(6, 320, dtype=torch.uint8)}, r"scales is stored as U8, but the format"),
+        ("gptq", {f"{UP}.weight": torch.ones(320, 192)}, r"up_proj\.weight is there both as .*qweight and not"),
+        ("compressed packed int8", {f"{UP}.weight_scale": torch.ones(320, 3)}, r"weight_scale has shape \[320, 3\]"),
+        ("compressed int8", {f"{UP}.weight_zero_point": torch.ones(320, 1, dtype=torch.int8)}, r"calls .* symmetric"),
+        ("compressed int4 asymmetric", {f"{UP}.weight_zero_point": None}, r"not there, but .* has symmetric false"),
+        (
+            "compressed int4 asymmetric",
+            {f"{UP}.weight_zero_point": torch.ones(40, 6, dtype=torch.uint32)},
+            r"weight_zero_point is stored as U32",
+        ),
     ],
 )
 def test_checkpoints_that_do_not_fit_their_format(
@@ -341,6 +424,36 @@ def test_checkpoints_that_do_not_fit_their_format(
     with pytest.raises(WeightError, match=message) as error:
         load(changed(pair(name)[0], tmp_path, changes))
     assert "\n" not in str(error.value)
+
+
+def test_groups_in_another_order_have_their_index() -> None:
+    """actorder group of older compressed-tensors."""
+    config = compressed("pack-quantized", "int", 4, "group", group_size=GROUP, actorder="group")
+    quantization = parse_config({**LLAMA, "quantization_config": config}).quantization
+    assert quantization is not None
+    tensors, _ = FORMATS["compressed int4"][1](np.random.default_rng(1), 96, 128)
+    tensors["weight_scale"] = tensors["weight_scale"].half()
+    stored = {f"up.{leaf}": InMemory(tensor, NAMES[tensor.dtype]) for leaf, tensor in tensors.items()}
+    with pytest.raises(ValueError, match=r"up\.weight_g_idx is not there, but config\.json has actorder group"):
+        find_quantized(stored, quantization)
+
+
+def test_gptq_v2_by_the_newer_key(pair: Callable[[str], Pair], tmp_path: Path) -> None:
+    """GPTQModel writes `format`; `checkpoint_format` is its older name."""
+    quantized, plain = pair("gptq v2")
+    folder = changed(quantized, tmp_path, {})
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace('"checkpoint_format"', '"format"'))
+    assert_same(load(folder), load(plain))
+
+
+def test_dtypes_are_checked_before_anything_is_read(
+    pair: Callable[[str], Pair], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = changed(pair("fp8 tensor")[0], tmp_path, {"model.layers.1.mlp.down_proj.weight_scale": None})
+    monkeypatch.delattr(checkpoint.Checkpoint, "read_into")
+    with pytest.raises(WeightError, match=r"down_proj\.weight is stored as F8_E4M3"):
+        load(folder)
 
 
 def changed(folder: Path, out: Path, changes: dict[str, Any]) -> Path:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from minisgl.distributed import SingleRank
@@ -119,6 +120,17 @@ def test_scales_beyond_the_layout_are_refused_by_name(tmp_path: Path) -> None:
     save_mxfp4(tmp_path, hidden_size=64, intermediate_size=64, largest_scale=130)
     with pytest.raises(WeightError, match=r"^model\.layers\.0\.mlp\.experts\.\w+_proj: a scale is [48], but"):
         load(tmp_path, SingleRank())
+
+
+@pytest.mark.parametrize("keeps", [None, lambda *_: True])
+def test_scales_that_are_not_numbers_are_refused_by_name(tmp_path: Path, keeps: Any) -> None:
+    """The exponent 255, if the experts stay quantized and if they are dequantized."""
+    save_mxfp4(tmp_path, hidden_size=64, intermediate_size=64)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.mlp.experts.down_proj_scales"][2, 3, 1] = 255
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(WeightError, match=r"^model\.layers\.1\.mlp\.experts\.down_proj: .* not a number \(255\)"):
+        load(tmp_path, SingleRank(), keeps_experts=keeps)
 
 
 @pytest.mark.parametrize("method", ["fp8", "int8"])

@@ -28,6 +28,9 @@ _OF_ACTIVATIONS = ("input_scale", "input_scale_ub", "input_zero_point", "activat
 _OF_KV_CACHE = ("k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale")
 _OUTPUT_SCALE_OF_KV = ("k_proj.output_scale", "v_proj.output_scale")  # the older form of k_scale and v_scale
 _DTYPES = {"fp8": ("F8_E4M3",), "int8": ("I8",)}
+_SCALE_DTYPES = ("F32", "BF16", "F16", "F64", "F8_E8M0")
+_WORDS = ("I32",)
+_INDICES = ("I32", "I64")
 
 
 @dataclass
@@ -60,6 +63,8 @@ def find_quantized(tensors: Mapping[str, StoredTensor], quantization: Quantizati
                 parts = _Parts(tensors, plain if leaf.endswith(_BLOCKS) else module, found.used)
                 found.matrices[plain] = _open(scheme, parts)
                 found.modules.add(module)
+            if plain in tensors and plain not in found.used:
+                raise ValueError(f"{plain} is there both as {name} and not quantized")
     return found
 
 
@@ -69,54 +74,72 @@ class _Parts:
     def __init__(self, tensors: Mapping[str, StoredTensor], module: str, used: set[str]) -> None:
         self._tensors, self.module, self._used = tensors, module, used
 
-    def optional(self, leaf: str, *, separator: str = ".") -> StoredTensor | None:
+    def optional(self, leaf: str, dtypes: tuple[str, ...], *, separator: str = ".") -> StoredTensor | None:
+        """Return the tensor, which must have one of these dtypes; None if there is none."""
         name = f"{self.module}{separator}{leaf}"
-        if name in self._tensors:
-            self._used.add(name)
-        return self._tensors.get(name)
-
-    def required(self, leaf: str, *, dtypes: tuple[str, ...] = (), separator: str = ".") -> StoredTensor:
-        """Return the tensor, which must exist and have one of these dtypes if any are given."""
-        tensor = self.optional(leaf, separator=separator)
+        tensor = self._tensors.get(name)
         if tensor is None:
-            self.fail(f"{self.module}{separator}{leaf} is not there")
-        if dtypes and tensor.dtype not in dtypes:
+            return None
+        if tensor.dtype not in dtypes:
             self.fail(f"{leaf} is stored as {tensor.dtype}, but the format asks for {' or '.join(dtypes)}")
+        self._used.add(name)
         return tensor
+
+    def required(self, leaf: str, dtypes: tuple[str, ...], *, separator: str = ".", why: str = "") -> StoredTensor:
+        """Return the tensor, which must exist and have one of these dtypes; `why` ends the error for a missing one."""
+        tensor = self.optional(leaf, dtypes, separator=separator)
+        if tensor is None:
+            self.fail(f"{self.module}{separator}{leaf} is not there{why}")
+        return tensor
+
+    def groups(self, leaf: str, *, needed: bool, key: str) -> StoredTensor | None:
+        """Return the group of each input column; needed if the config's `key` says that they are not in order."""
+        if needed:
+            return self.required(leaf, _INDICES, why=f", but config.json has {key}")
+        return self.optional(leaf, _INDICES)
+
+    def zero_point(self, dtypes: tuple[str, ...], *, stored: bool) -> StoredTensor | None:
+        """Return zero points of compressed-tensors, which are there if the config calls the weights not symmetric."""
+        if stored:
+            return self.required("weight_zero_point", dtypes, why=", but config.json has symmetric false")
+        if self.optional("weight_zero_point", dtypes) is not None:
+            self.fail("weight_zero_point is there, but config.json calls the weights symmetric")
+        return None
 
     def fail(self, why: str) -> NoReturn:
         raise ValueError(f"{self.module}: {why}")
 
 
 def _open(scheme: Scheme, parts: _Parts) -> QuantizedMatrix | Mxfp4Experts:
-    words = ("I32",)
     try:
         match scheme:
             case ScaledWeights():
-                scales = [scale for name in _SCALES if (scale := parts.optional(name)) is not None]
+                scales = [scale for name in _SCALES if (scale := parts.optional(name, _SCALE_DTYPES)) is not None]
                 if len(scales) != 1:
                     parts.fail(f"it has {len(scales)} of {' and '.join(_SCALES)}, but the format asks for one")
-                weight = parts.required("weight", dtypes=_DTYPES[scheme.dtype])
-                more = parts.optional("weight_zero_point"), parts.optional("input_scale")
-                return ScaledMatrix(weight, scales[0], *more, scheme)
+                dtypes = _DTYPES[scheme.dtype]
+                weight = parts.required("weight", dtypes)
+                zero_point = parts.zero_point((*dtypes, *_SCALE_DTYPES), stored=scheme.zeros)
+                return ScaledMatrix(weight, scales[0], zero_point, parts.optional("input_scale", _SCALE_DTYPES), scheme)
             case AwqWeights():
-                packed = parts.required("qweight", dtypes=words), parts.required("qzeros", dtypes=words)
-                return AwqMatrix(scheme, *packed, parts.required("scales"))
+                packed = parts.required("qweight", _WORDS), parts.required("qzeros", _WORDS)
+                return AwqMatrix(scheme, *packed, parts.required("scales", _SCALE_DTYPES))
             case GptqWeights():
-                packed = parts.required("qweight", dtypes=words), parts.required("qzeros", dtypes=words)
-                return GptqMatrix(scheme, *packed, parts.required("scales"), parts.optional("g_idx"))
+                packed = parts.required("qweight", _WORDS), parts.required("qzeros", _WORDS)
+                g_idx = parts.groups("g_idx", needed=scheme.reordered, key="desc_act true")
+                return GptqMatrix(scheme, *packed, parts.required("scales", _SCALE_DTYPES), g_idx)
             case PackedWeights():
                 return PackedMatrix(
                     scheme,
-                    parts.required("weight_packed", dtypes=words),
-                    parts.required("weight_scale"),
-                    parts.required("weight_shape"),
-                    parts.optional("weight_zero_point"),
-                    parts.optional("weight_g_idx"),
+                    parts.required("weight_packed", _WORDS),
+                    parts.required("weight_scale", _SCALE_DTYPES),
+                    parts.required("weight_shape", _INDICES),
+                    parts.zero_point(_WORDS, stored=scheme.zeros),
+                    parts.groups("weight_g_idx", needed=scheme.reordered, key="actorder group"),
                 )
             case Mxfp4Weights():
-                blocks = parts.required("blocks", dtypes=("U8",), separator="_")
-                return Mxfp4Experts(blocks, parts.required("scales", dtypes=("U8",), separator="_"))
+                blocks = parts.required("blocks", ("U8",), separator="_")
+                return Mxfp4Experts(blocks, parts.required("scales", ("U8",), separator="_"))
     except ValueError as error:
         if str(error).startswith(parts.module):
             raise

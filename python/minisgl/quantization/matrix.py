@@ -51,6 +51,14 @@ def check_shape(name: str, tensor: StoredTensor, *shape: int) -> None:
         raise ValueError(f"{name} has shape {list(tensor.shape)}, but the format asks for {list(shape)}")
 
 
+def read_scales(name: str, stored: StoredTensor, *index: slice) -> Tensor:
+    """Return a part of stored scales as float32. Raises ValueError if one is infinite or not a number."""
+    scales = stored.read(*index).float()
+    if not scales.isfinite().all():
+        raise ValueError(f"{name} has a value that is infinite or not a number")
+    return scales
+
+
 def units(part: slice, unit: int) -> tuple[slice, Tensor]:
     """Return the units of `unit` positions that hold a part: their slice, and the unit of each position, from 0.
 

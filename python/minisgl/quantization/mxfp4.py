@@ -11,6 +11,7 @@ from minisgl.quantization.matrix import StoredTensor, check_shape, cuts, units, 
 _GROUP = 32  # values that share a scale, in 16 bytes
 _BIAS = 127  # bias of a scale's exponent
 _SMALLEST = 1 << 22  # bits of the float32 2^-127
+_NOT_A_NUMBER = 255  # the exponent that means no scale
 
 
 class Mxfp4Experts:
@@ -32,7 +33,7 @@ class Mxfp4Experts:
         experts, columns, rows = index
         groups, _ = units(columns, _GROUP)
         pairs = self._blocks.read(experts, rows, groups)
-        exponents = self._scales.read(experts, rows, groups).int() - _BIAS
+        exponents = self._exponents(experts, rows, groups) - _BIAS
         values = torch.stack((E2M1[(pairs & 15).int()], E2M1[(pairs >> 4).int()]), dim=-1).flatten(-2)
         scaled = torch.ldexp(values, exponents.unsqueeze(-1)).flatten(-2)
         return scaled[..., within(columns, _GROUP)].transpose(1, 2)
@@ -47,6 +48,13 @@ class Mxfp4Experts:
             raise ValueError("these columns have no format")
         groups, _ = units(columns, _GROUP)
         pairs = self._blocks.read(slice(expert, expert + 1), rows, groups)[0]
-        exponents = self._scales.read(slice(expert, expert + 1), rows, groups)[0].int()
+        exponents = self._exponents(slice(expert, expert + 1), rows, groups)[0]
         scales = torch.where(exponents == 0, _SMALLEST, exponents << 23).view(torch.float32)
         return Levels(form, torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1), scales)
+
+    def _exponents(self, *index: slice) -> Tensor:
+        """Return the biased exponents of some scales, int32."""
+        exponents = self._scales.read(*index).int()
+        if (exponents == _NOT_A_NUMBER).any():
+            raise ValueError("the scales have one that is not a number (255)")
+        return exponents

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from minisgl.quantization.levels import LevelFormat, Levels
-from minisgl.quantization.matrix import StoredTensor, check_shape, cuts, units, unpack, within
+from minisgl.quantization.matrix import StoredTensor, check_shape, cuts, read_scales, units, unpack, within
 from minisgl.quantization.schemes import AwqWeights, GptqWeights, PackedWeights
 
 _AWQ_BITS, _AWQ_WORD = 4, 8
@@ -85,10 +85,11 @@ class GroupedIntegers(ABC):
         """Return the groups to read for some columns, and the group of each column, counted from the first one read."""
         if self._g_idx is None:
             return units(columns, self._group)
-        group_of = self._g_idx.read(columns).long()
-        if len(group_of) and not 0 <= int(group_of.min()) <= int(group_of.max()) < self._num_groups:
-            raise ValueError(f"g_idx names groups that are not there: there are {self._num_groups}")
-        return slice(0, self._num_groups), group_of
+        group_of = self._g_idx.read().long()
+        in_order = torch.arange(len(group_of)) // self._group
+        if not torch.equal(group_of.sort().values, in_order):
+            raise ValueError(f"g_idx does not divide the columns among {self._num_groups} groups of {self._group}")
+        return slice(0, self._num_groups), group_of[columns]
 
 
 class AwqMatrix(GroupedIntegers):
@@ -112,7 +113,7 @@ class AwqMatrix(GroupedIntegers):
         return _awq_unpack(self._qzeros, groups, rows)
 
     def _scales(self, rows: slice, groups: slice) -> Tensor:
-        return self._stored_scales.read(groups, rows).T.float()
+        return read_scales("scales", self._stored_scales, groups, rows).T
 
 
 def _awq_unpack(stored: StoredTensor, part: slice, rows: slice) -> Tensor:
@@ -154,7 +155,7 @@ class GptqMatrix(GroupedIntegers):
         return zeros.add_(self._zero_offset).remainder_(2**self._bits).T
 
     def _scales(self, rows: slice, groups: slice) -> Tensor:
-        return self._stored_scales.read(groups, rows).T.float()
+        return read_scales("scales", self._stored_scales, groups, rows).T
 
 
 class PackedMatrix(GroupedIntegers):
@@ -177,13 +178,11 @@ class PackedMatrix(GroupedIntegers):
         check_shape("weight_shape", shape, 2)
         rows, columns = (int(size) for size in shape.read().tolist())
         check_shape("weight_packed", packed, rows, -(-columns // self._per_word))
-        groups = scale.shape[1] if len(scale.shape) == 2 else 1
-        check_shape("weight_scale", scale, rows, groups)
-        if groups == 0 or columns % groups:
-            raise ValueError(f"weight_scale has {groups} groups, which do not divide {columns} columns")
-        super().__init__((rows, columns), scheme.bits, columns // groups, g_idx, zeros=zero_point is not None)
+        group = columns if scheme.group_size == -1 else scheme.group_size
+        super().__init__((rows, columns), scheme.bits, group, g_idx, zeros=zero_point is not None)
+        check_shape("weight_scale", scale, rows, self._num_groups)
         if zero_point is not None:
-            check_shape("weight_zero_point", zero_point, -(-rows // self._per_word), groups)
+            check_shape("weight_zero_point", zero_point, -(-rows // self._per_word), self._num_groups)
         self._packed, self._scale, self._zero_point = packed, scale, zero_point
 
     def _codes(self, rows: slice, columns: slice) -> Tensor:
@@ -197,4 +196,4 @@ class PackedMatrix(GroupedIntegers):
         return unpack(self._zero_point.read(words, groups).T, self._bits)[:, within(rows, self._per_word)].T
 
     def _scales(self, rows: slice, groups: slice) -> Tensor:
-        return self._scale.read(rows, groups).float()
+        return read_scales("weight_scale", self._scale, rows, groups)

@@ -16,6 +16,8 @@ _SPREAD = {"fp8": 64.0, "int8": 73.9, "int4": 4.6, "mxfp4": 2.9}  # standard dev
 def format_of(scheme: Scheme | None) -> LevelFormat | None:
     """Return the format in which a checkpoint of this scheme is read, if the scheme alone decides it."""
     match scheme:
+        case ScaledWeights(zeros=True) | ScaledWeights("int8", (_, _)):
+            return None
         case ScaledWeights(dtype, block, activations):
             rounds_x = dtype == "fp8" and activations == "dynamic 8 bits"
             return LevelFormat(dtype, block[1] if block else 0, rounds_x=rounds_x)

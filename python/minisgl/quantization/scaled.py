@@ -1,4 +1,4 @@
-"""Weights of 8 bits, FP8 or integers, with one scale per tensor, row, group of a row, or block."""
+"""Weights of 8 bits, FP8 or integers, with one scale per tensor, row or block, such as a group of a row."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from minisgl.quantization.levels import Kind, LevelFormat, Levels
-from minisgl.quantization.matrix import StoredTensor, check_shape, cuts, units
+from minisgl.quantization.matrix import StoredTensor, check_shape, cuts, read_scales, units
 from minisgl.quantization.schemes import ScaledWeights
 
 
 class ScaledMatrix:
     """Implements QuantizedMatrix: (weight - zero_point) * scale.
 
-    `scale` is [], [1], [out], [out, 1] or [out, groups], or with a block (rows, columns) one for each block, where the
-    last blocks of an axis may be cut short. `zero_point` has the scale's shape. `input_scale`, of static activations,
-    is a single number.
+    `scale` is [], [1], [out] or [out, 1], or with a block (rows, columns) one for each block, where the last blocks of
+    an axis may be cut short. `zero_point` has the scale's shape. `input_scale`, of static activations, is a single
+    number.
     """
 
     def __init__(
@@ -43,12 +43,10 @@ class ScaledMatrix:
         elif block is not None:
             check_shape("the scale", scale, -(-rows // block[0]), -(-columns // block[1]))
             self._unit = block
-        elif found == (rows,):
-            self._unit = 1, columns
         else:
-            groups = found[1] if len(found) == 2 and found[0] == rows and columns % max(found[1], 1) == 0 else 1
-            check_shape("the scale", scale, rows, groups)
-            self._unit = 1, columns // groups
+            if found != (rows,):
+                check_shape("the scale", scale, rows, 1)
+            self._unit = 1, columns
         if zero_point is not None:
             check_shape("the zero point", zero_point, *found)
         self._weight, self._scale, self._zero_point = weight, scale, zero_point
@@ -56,8 +54,8 @@ class ScaledMatrix:
     def read(self, *index: slice) -> Tensor:
         values = self._weight.read(*index).float()
         if self._zero_point is not None:
-            values.sub_(self._by_element(self._zero_point, *index))
-        return values.mul_(self._by_element(self._scale, *index))
+            values.sub_(self._by_element("the zero point", self._zero_point, *index))
+        return values.mul_(self._by_element("the scale", self._scale, *index))
 
     def level_format(self, columns: slice) -> LevelFormat | None:
         kind: Kind = "fp8" if self._weight.dtype == "F8_E4M3" else "int8"
@@ -72,14 +70,14 @@ class ScaledMatrix:
         if form is None:
             raise ValueError("these columns have no format")
         codes = self._weight.read(rows, columns).view(torch.uint8)
-        scales = self._by_element(self._scale, rows, columns)
+        scales = self._by_element("the scale", self._scale, rows, columns)
         scales = scales[:, :: form.group or len(scales[0])].expand(len(codes), form.groups(codes.shape[1]))
         return Levels(form, codes if form.kind == "fp8" else codes ^ 128, scales)
 
-    def _by_element(self, stored: StoredTensor, rows: slice, columns: slice) -> Tensor:
+    def _by_element(self, name: str, stored: StoredTensor, rows: slice, columns: slice) -> Tensor:
         """Return the values stored for each unit, as float32 that broadcasts to [rows, columns]."""
         axes = [units(part, unit) for part, unit in zip((rows, columns), self._unit, strict=True)]
-        found = stored.read(*[part for part, _ in axes[: len(stored.shape)]]).float()
+        found = read_scales(name, stored, *[part for part, _ in axes[: len(stored.shape)]])
         found = found.reshape(-1, 1) if found.ndim < 2 else found
         for axis, (_, each) in enumerate(axes):
             if found.shape[axis] > 1:

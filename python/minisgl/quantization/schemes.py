@@ -11,14 +11,16 @@ Activations = Literal["16 bits", "dynamic 8 bits", "static 8 bits"]  # activatio
 
 @dataclass(frozen=True, slots=True)
 class ScaledWeights:
-    """Values of 8 bits in `weight`, each multiplied by the scale of its tensor, channel, group or block.
+    """Values of 8 bits in `weight`, each multiplied by the scale of its tensor, channel or block.
 
-    The shape of the scales tells which of these it is; only blocks need their own shape, (rows, columns).
+    The shape of the scales tells a tensor's from channels'. Blocks have a shape, (rows, columns): that of a group of
+    input columns is (1, columns).
     """
 
     dtype: Literal["fp8", "int8"]
     block: tuple[int, int] | None = None
     activations: Activations = "16 bits"
+    zeros: bool = False  # zero points are stored
 
     @property
     def kind(self) -> str:
@@ -43,6 +45,7 @@ class GptqWeights:
     bits: int
     group_size: int  # input columns of a scale; -1: all
     zero_offset: int  # 1 where zero points are stored less one (checkpoint_format gptq), 0 for gptq_v2
+    reordered: bool = False  # groups are not in order (desc_act), so `g_idx` must be there
 
     @property
     def kind(self) -> str:
@@ -54,6 +57,9 @@ class PackedWeights:
     """Integers of compressed-tensors' pack-quantized format."""
 
     bits: int
+    group_size: int = -1  # input columns of a scale; -1: all
+    zeros: bool = False  # zero points are stored; without them the middle of the range is zero
+    reordered: bool = False  # groups are not in order (actorder), so `weight_g_idx` must be there
 
     @property
     def kind(self) -> str:

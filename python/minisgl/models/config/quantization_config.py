@@ -23,17 +23,20 @@ from minisgl.quantization.schemes import (
 # The second as older files of compressed-tensors have it; in a multimodal config either may be in text_config.
 _KEYS = ("quantization_config", "compression_config")
 _IGNORE_KEYS = ("modules_to_not_convert", "ignored_layers", "ignore")
+_LINEAR = "Linear"  # the only class of modules with quantized weights
+_BY_ACTIVATIONS = (True, "group", "dynamic")  # values of actorder that give columns another group
+_ORDERS = (*_BY_ACTIVATIONS, False, "weight", "static")
 _GROUP_SIZES = (-1, *(2**power for power in range(3, 12)))
 
 
 def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     """Return how the checkpoint of a config.json stores its weights; None: as they are. Raises UnsupportedModel."""
-    inner = config.get("text_config")
-    objects = [config, inner] if isinstance(inner, dict) else [config]
-    raw = next((one[key] for one in objects for key in _KEYS if one.get(key) is not None), None)
+    raw = _described(config)
     if raw is None:
         return None
-    method = raw.get("quant_method") if isinstance(raw, dict) else raw
+    if not isinstance(raw, dict):
+        raise UnsupportedModel(f"quantization_config must be an object, not {brief(raw)}")
+    method = raw.get("quant_method")
     if method is None and "config_groups" in raw:
         method = "compressed-tensors"
     if not isinstance(method, str) or method not in _METHODS:
@@ -41,6 +44,25 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
             f"quantization_config with quant_method {brief(method)} is not supported; known are {', '.join(_METHODS)}"
         )
     return _METHODS[method](_Fields(method, raw))
+
+
+def _described(config: Mapping[str, Any]) -> Any:
+    inner = config.get("text_config")
+    objects = [config, inner] if isinstance(inner, dict) else [config]
+    return next((one[key] for one in objects for key in _KEYS if one.get(key) is not None), None)
+
+
+def describes_quantization(config: Mapping[str, Any]) -> bool:
+    """Return True if a config.json says how weights are quantized."""
+    return _described(config) is not None
+
+
+def optimizer_config(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the quantization_config that stands for a file hf_quant_config.json. Raises UnsupportedModel."""
+    quantized = content.get("quantization")
+    if not isinstance(quantized, dict):
+        raise UnsupportedModel(f"hf_quant_config.json: quantization must be an object, not {brief(quantized)}")
+    return {"quant_method": "modelopt", **quantized}
 
 
 class _Fields:
@@ -63,6 +85,14 @@ class _Fields:
             raise self.refuse(key)
         return value
 
+    def key_of(self, *keys: str) -> str:
+        """Return the key, of several for one setting, that has a value. Refuse another one with another value."""
+        given = [key for key in keys if self.raw.get(key) is not None]
+        for key in given[1:]:
+            if self.raw[key] != self.raw[given[0]]:
+                raise self.refuse(key)
+        return given[0] if given else keys[0]
+
     def neutral(self, *keys: str) -> None:
         """Refuse these keys unless they are empty, zero or false."""
         for key in keys:
@@ -79,14 +109,21 @@ class _Fields:
             found += value
         return tuple(found)
 
-    def block(self, key: str) -> tuple[int, int] | None:
+    def block(self, key: str, *, required: bool = False) -> tuple[int, int] | None:
         """Return the rows and columns of a block."""
         value = self.raw.get(key)
-        if value is None:
+        if value is None and not required:
             return None
         if not isinstance(value, list) or len(value) != 2 or any(type(size) is not int or size < 1 for size in value):
             raise self.refuse(key)
         return value[0], value[1]
+
+    def size(self, key: str) -> int:
+        """Return a positive integer."""
+        value = self.raw.get(key)
+        if type(value) is not int or value < 1:
+            raise self.refuse(key)
+        return value
 
     def inside(self, key: str) -> _Fields | None:
         value = self.raw.get(key)
@@ -116,29 +153,36 @@ def _read_fp8(fields: _Fields) -> Quantization:
 
 
 def _read_awq(fields: _Fields) -> Quantization:
-    def either(short: str, long: str) -> str:
-        return long if fields.raw.get(short) is None else short
-
-    fields.one_of(either("bits", "w_bit"), (4,))
+    fields.one_of(fields.key_of("bits", "w_bit"), (4,))
     fields.one_of("zero_point", (True,), True)
-    fields.one_of("version", ("gemm", "GEMM"), "gemm")
-    group_size = fields.one_of(either("group_size", "q_group_size"), _GROUP_SIZES)
-    return Quantization("awq", (((), AwqWeights(group_size)),), fields.names(*_IGNORE_KEYS))
+    for key in ("version", "format", "checkpoint_format"):  # the last two as GPTQModel writes it
+        fields.one_of(key, ("gemm", "GEMM"), "gemm")
+    group_size = fields.one_of(fields.key_of("group_size", "q_group_size"), _GROUP_SIZES)
+    return Quantization("awq", (((), AwqWeights(group_size)),), _left_out(fields))
 
 
 def _read_gptq(fields: _Fields) -> Quantization:
     bits = fields.one_of("bits", (2, 4, 8))
     group_size = fields.one_of("group_size", _GROUP_SIZES)
-    layout = fields.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    layout = fields.one_of(fields.key_of("checkpoint_format", "format"), ("gptq", "gptq_v2"), "gptq")
     fields.neutral("is_marlin_format", "adapter")
+    reordered = fields.one_of("desc_act", (True, False), False) and group_size != -1
+    scheme = GptqWeights(bits, group_size, zero_offset=1 if layout == "gptq" else 0, reordered=reordered)
+    return Quantization("gptq", (((), scheme),), _left_out(fields))
+
+
+def _left_out(fields: _Fields) -> tuple[str, ...]:
+    """Return the patterns of modules that are not quantized, those of GPTQModel's rules `dynamic` too.
+
+    Such a rule begins with "-:" if it leaves modules out. All others change their quantization, and are refused.
+    """
     rules = fields.inside("dynamic")
     left_out = []
-    for pattern in {} if rules is None else rules.raw:  # GPTQModel's rules by module: "-:" leaves out, "+:" changes
+    for pattern in {} if rules is None else rules.raw:
         if not pattern.startswith("-:") or not _compiles(f"re:{pattern[2:]}"):
             raise fields.refuse("dynamic")
         left_out.append(f"re:{pattern[2:]}")
-    scheme = GptqWeights(bits, group_size, zero_offset=1 if layout == "gptq" else 0)
-    return Quantization("gptq", (((), scheme),), (*fields.names(*_IGNORE_KEYS), *left_out))
+    return (*fields.names(*_IGNORE_KEYS), *left_out)
 
 
 def _read_modelopt(fields: _Fields) -> Quantization:
@@ -172,17 +216,25 @@ def _read_compressed_tensors(fields: _Fields) -> Quantization:
     if groups is None or not (groups.raw or cache):
         raise fields.refuse("config_groups")
     layout = fields.raw.get("format")
-    named, others = [], []
+    by_target: dict[str, Scheme] = {}
     for key in groups.raw:
         group = cast(_Fields, groups.inside(key))
         targets = group.names("targets")
-        entry = _compressed_scheme(group, group.raw.get("format") or layout, fields)
-        # A name says more than a class, of which Linear alone has quantized weights.
-        if "Linear" in targets:
-            others.append(((), entry))
-        else:
-            named.append((targets, entry))
-    return Quantization(f"compressed-tensors {layout}", (*named, *others), fields.names(*_IGNORE_KEYS))
+        if not targets:
+            raise group.refuse("targets")
+        by_target |= dict.fromkeys(targets, _compressed_scheme(group, group.raw.get("format") or layout, fields))
+    schemes = [(_modules_of(target), by_target[target]) for target in sorted(by_target, key=_specificity)]
+    return Quantization(f"compressed-tensors {layout}", tuple(schemes), fields.names(*_IGNORE_KEYS))
+
+
+def _specificity(target: str) -> tuple[int, str]:
+    """Sort targets as compressed-tensors does: names, then expressions by alphabet, then the class."""
+    return (2 if target == _LINEAR else int(target.startswith("re:"))), target
+
+
+def _modules_of(target: str) -> tuple[str, ...]:
+    """Return the patterns of a target's modules; none for the class of all that can be quantized."""
+    return () if target == _LINEAR else (target,)
 
 
 def _check_kv_cache(scheme: _Fields) -> None:
@@ -199,7 +251,12 @@ def _compressed_scheme(group: _Fields, layout: Any, outer: _Fields) -> Scheme:
     if weights is None:
         raise group.refuse("weights")
     kind = weights.one_of("type", ("float", "int"))
-    weights.one_of("strategy", ("tensor", "channel", "group", "block"))
+    strategy = weights.one_of("strategy", ("tensor", "channel", "group", "block"))
+    group_size = weights.size("group_size") if strategy == "group" else -1
+    block = weights.block("block_structure", required=True) if strategy == "block" else None
+    if strategy == "group":
+        block = 1, group_size
+    zeros = not weights.one_of("symmetric", (True, False), True)
     activations: Activations = "16 bits"
     if inputs is not None:
         inputs.one_of("num_bits", (8,))
@@ -208,12 +265,15 @@ def _compressed_scheme(group: _Fields, layout: Any, outer: _Fields) -> Scheme:
     match layout, kind:
         case (("float-quantized" | "naive-quantized"), "float"):
             weights.one_of("num_bits", (8,))
-            return ScaledWeights("fp8", weights.block("block_structure"), activations)
+            return ScaledWeights("fp8", block, activations, zeros)
         case (("int-quantized" | "naive-quantized"), "int"):
             weights.one_of("num_bits", (8,))
-            return ScaledWeights("int8", weights.block("block_structure"), activations)
+            return ScaledWeights("int8", block, activations, zeros)
         case "pack-quantized", "int":
-            return PackedWeights(weights.one_of("num_bits", (2, 4, 8)))
+            weights.one_of("strategy", ("channel", "group"))
+            bits, order = weights.one_of("num_bits", (2, 4, 8)), weights.one_of("actorder", _ORDERS, False)
+            reordered = order in _BY_ACTIVATIONS and group_size != -1
+            return PackedWeights(bits, group_size, zeros, reordered)
     raise (group if group.raw.get("format") else outer).refuse("format")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -126,11 +126,16 @@ class Checkpoint:
         if name in self._factors:
             target.mul_(self._factors[name])
 
+    def check_dtypes(self, names: Iterable[str]) -> None:
+        """Raise WeightError for the first of these tensors that is not quantized and has no floating-point values."""
+        for name in names:
+            tensor = self._tensors.get(name)
+            if isinstance(tensor, SafetensorsTensor) and tensor.dtype not in _FLOATS:
+                raise WeightError(f"{name} is stored as {tensor.dtype}, and config.json does not say how to read it")
+
     def _read_into(self, target: Tensor, name: str, source: tuple[slice, ...]) -> None:
         tensor = self._tensors[name]
         if isinstance(tensor, SafetensorsTensor):
-            if tensor.dtype not in _FLOATS:
-                raise WeightError(f"{name} is stored as {tensor.dtype}, and config.json does not say how to read it")
             target.copy_(tensor.read(*source))
             return
         for at, rows, columns, steps in _parts(tensor.shape, source):
@@ -172,7 +177,11 @@ class Checkpoint:
             experts, columns, rows = axes
             part = slice(rows[0], rows[-1] + 1), slice(columns[0], columns[-1] + 1)
             for expert in experts:
-                yield tensor.expert_levels(expert, *part)[:: rows.step].to(device)
+                try:
+                    values = tensor.expert_levels(expert, *part)
+                except ValueError as error:
+                    raise WeightError(f"{name}: {error}") from error
+                yield values[:: rows.step].to(device)
             return
         levels = Levels.empty(form, torch.Size(map(len, axes)), device)
         self.read_levels_into(levels, name, source)

@@ -82,6 +82,7 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, folder: Path, forms: 
         wanted[each.part.name].append(each)
     slices = {name: [each.part for each in parts] for name, parts in wanted.items()}
     _check(slices, found, folder, checkpoint.zero_biases)
+    checkpoint.check_dtypes(wanted)
 
     kept = [part for parts in slices.values() for part in parts]
     size = sum(_bytes(part) for part in kept if not part.tied)
