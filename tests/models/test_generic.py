@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
@@ -28,8 +29,9 @@ from minisgl.models.generic.linears import MergedLinear
 from minisgl.models.generic.meta_run import check_sharding
 from minisgl.models.generic.numeric_probe import GatedForm, NormForm, gated_form, norm_form
 from minisgl.models.load_config import load_model_config
-from minisgl.models.weights.loading import build_model, load_model
+from minisgl.models.weights.loading import LoadOptions, build_model, load_model
 from models.harness import Harness
+from models.quantized import save_quantized
 from models.tiny import make_model
 
 SIZES: dict[str, Any] = {
@@ -109,6 +111,42 @@ def test_a_family_of_ours_by_transformers(tmp_path: Path) -> None:
     with LLM(str(tmp_path), "float32", model_impl="transformers", **SMALL_PAGES) as llm:
         answers = [answer["token_ids"] for answer in llm.generate(prompts, PARAMS)]
     assert_best(model, prompts, answers)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("llama", "modelopt"), ("llama", "gptq v2"), ("qwen3-moe", "fp8 blocks")])
+def test_quantized_weights_are_dequantized(kind: str, name: str, tmp_path: Path) -> None:
+    """transformers alone would take FP8 of an unknown method for values, and not read the other formats on a CPU."""
+    quantized, plain = save_quantized(tmp_path, kind, name)
+    tokens = PROMPTS[0]
+    logits = []
+    for folder in (quantized, plain):
+        harness = Harness(by_transformers(folder), num_pages=20)
+        logits.append(harness.step([(harness.add(tokens), len(tokens))], every_token=True))
+    assert torch.equal(*logits)
+
+
+def test_quantized_weights_that_do_not_fit(tmp_path: Path) -> None:
+    """FP8 weights that config.json does not describe, a bias of a model without one, and scales of a KV cache."""
+    quantized, _ = save_quantized(tmp_path, "llama", "fp8 tensor")
+    tensors = load_file(quantized / "model.safetensors")
+    up = "model.layers.0.mlp.up_proj"
+    save_file({**tensors, f"{up}.bias": torch.ones(320)}, quantized / "model.safetensors")
+    with pytest.raises(WeightError, match=rf"weights that the model does not use: {up}\.bias$"):
+        by_transformers(quantized)
+    save_file({**tensors, "model.layers.0.self_attn.k_scale": torch.ones(1)}, quantized / "model.safetensors")
+    with pytest.raises(UnsupportedModel, match=r"--kv-cache-dtype fp8_e4m3: scales of LlamaForCausalLM's KV cache"):
+        by_transformers(quantized, fp8_kv=True)
+    by_transformers(quantized)
+    raw = json.loads((quantized / "config.json").read_text())
+    (quantized / "config.json").write_text(json.dumps({**raw, "quantization_config": None}))
+    with pytest.raises(WeightError, match=r"_proj\.weight is stored as F8_E4M3, and config\.json does not say how"):
+        by_transformers(quantized)
+
+
+def by_transformers(folder: Path, **options: Any) -> Any:
+    config = load_model_config(folder, implementation="transformers")
+    device = torch.device("cpu")
+    return load_model(config, folder, LoadOptions(**options), tp=SingleRank(), dtype=torch.float32, device=device)
 
 
 @pytest.mark.parametrize("kind", DIVIDED)
@@ -252,8 +290,7 @@ def test_other_refusals(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**raw, "num_hidden_layers": 3}))
     with pytest.raises(WeightError, match=r"lacks model\.layers\.2"):
         LLM(str(tmp_path), "float32", **SMALL_PAGES)
-    awq = {"quant_method": "awq", "bits": 4, "group_size": 16}  # needs a package that is not installed
-    (tmp_path / "config.json").write_text(json.dumps({**raw, "quantization_config": awq}))
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "intermediate_size": 40}))
     with pytest.raises(WeightError, match="transformers cannot load"):
         LLM(str(tmp_path), "float32", **SMALL_PAGES)
     (tmp_path / "config.json").write_text(json.dumps({**raw, "model_type": "unheard_of"}))

@@ -128,6 +128,11 @@ def _download_from_hugging_face(name: str, revision: str | None, patterns: list[
         raise UnsupportedModel(f"model {name} could not be downloaded: {first_line(error)}") from error
 
 
+def has_safetensors(folder: Path) -> bool:
+    """Return True if `checkpoint_files` finds some."""
+    return (folder / SINGLE).is_file() or (folder / INDEX).is_file()
+
+
 class CheckpointFiles(NamedTuple):
     """Safetensors files of a model folder, and the file that an index names for each tensor."""
 

@@ -57,6 +57,13 @@ def describes_quantization(config: Mapping[str, Any]) -> bool:
     return _described(config) is not None
 
 
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json that says nothing of quantized weights."""
+    plain = {key: value for key, value in config.items() if key not in _KEYS}
+    inner = config.get("text_config")
+    return {**plain, "text_config": without_quantization(inner)} if isinstance(inner, dict) else plain
+
+
 def optimizer_config(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the quantization_config that stands for a file hf_quant_config.json. Raises UnsupportedModel."""
     quantized = content.get("quantization")

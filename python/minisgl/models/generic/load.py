@@ -1,7 +1,8 @@
-"""Loads a causal model of transformers: by transformers, whatever the checkpoint's format, or with random weights."""
+"""Loads a causal model of transformers: by transformers, from dequantized tensors, or with random weights."""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,13 +13,18 @@ import torch
 
 from minisgl.distributed import TPGroup
 from minisgl.error_text import abridged, in_one_line
-from minisgl.models.config.model_config import ModelConfig, WeightError
+from minisgl.models.config.model_config import CheckpointNames, ModelConfig, WeightError
+from minisgl.models.config.quantization_config import without_quantization
 from minisgl.models.generic.attention_interface import PAGED, register
 from minisgl.models.generic.causal_lm import GenericCausalLM, modules_of
 from minisgl.models.generic.meta_run import check_sharding
 from minisgl.models.generic.model_probe import hf_config, make_empty
+from minisgl.models.hub import has_safetensors
+from minisgl.models.weights.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
+
+_MATRICES = (".weight", "_proj")  # ends of names of matrices; buffers may hold integers
 
 
 def build_generic(config: ModelConfig, *, tp: TPGroup, dtype: torch.dtype) -> GenericCausalLM:
@@ -29,9 +35,20 @@ def build_generic(config: ModelConfig, *, tp: TPGroup, dtype: torch.dtype) -> Ge
 
 
 def load_generic(
-    config: ModelConfig, folder: Path, *, tp: TPGroup, dtype: torch.dtype, device: torch.device, dummy: bool
+    config: ModelConfig,
+    folder: Path,
+    quantized: Checkpoint | None,
+    *,
+    tp: TPGroup,
+    dtype: torch.dtype,
+    device: torch.device,
+    dummy: bool,
 ) -> GenericCausalLM:
-    """Return the model as transformers loads it, or with random weights. WeightError if the folder's do not fit."""
+    """Return the model as transformers loads it, or with random weights. WeightError if the folder's do not fit.
+
+    `quantized`: the folder's checkpoint, if config.json describes its format. It is dequantized here: transformers
+    reads few formats on a given machine, and leaves bits that it does not know as values.
+    """
     from transformers import AutoModelForCausalLM
 
     register()
@@ -44,7 +61,7 @@ def load_generic(
             torch.manual_seed(0)  # ranks share what is not divided
             model = AutoModelForCausalLM.from_config(hf, dtype=dtype, attn_implementation=PAGED)
     else:
-        model = _read(folder, dtype)
+        model = _read(folder, dtype) if quantized is None else _dequantize(config, folder, quantized, dtype)
     with torch.device(where):
         made = GenericCausalLM(config, model.to(where).eval(), tp, device).to(device)
     if tp.rank == 0:
@@ -55,13 +72,36 @@ def load_generic(
 def _read(folder: Path, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
+    if has_safetensors(folder):
+        stored = Checkpoint(folder, CheckpointNames(), None)
+        stored.check_dtypes(name for name in stored if name.endswith(_MATRICES))
     with loading_by_transformers(folder):
         model, info = AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=dtype, attn_implementation=PAGED, local_files_only=True, output_loading_info=True
         )
+    _check_complete(folder, info)
+    return model
+
+
+def _dequantize(config: ModelConfig, folder: Path, quantized: Checkpoint, dtype: torch.dtype) -> Any:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    hf = hf_config(json.dumps(without_quantization(json.loads(modules_of(config).config_json))))
+    state = {name: quantized.read(name, dtype) for name in quantized}
+    with loading_by_transformers(folder):
+        model, info = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)].from_pretrained(
+            None, config=hf, state_dict=state, dtype=dtype, attn_implementation=PAGED, output_loading_info=True
+        )
+    _check_complete(folder, info)
+    unused = sorted(name for name in info["unexpected_keys"] if quantized.must_be_used(name))
+    if unused:
+        raise WeightError(f"the checkpoint in {folder} has weights that the model does not use: {abridged(unused)}")
+    return model
+
+
+def _check_complete(folder: Path, info: dict[str, Any]) -> None:
     if info["missing_keys"]:
         raise WeightError(f"the checkpoint in {folder} lacks {abridged(sorted(info['missing_keys']))}")
-    return model
 
 
 @contextmanager

@@ -126,6 +126,19 @@ class Checkpoint:
         if name in self._factors:
             target.mul_(self._factors[name])
 
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return a whole tensor: a quantized matrix in this dtype, another one as it is stored."""
+        tensor = self._tensors[name]
+        if isinstance(tensor, SafetensorsTensor):
+            return tensor.read()
+        values = torch.empty(tuple(tensor.shape), dtype=dtype)
+        self.read_into(values, name, (slice(None),) * values.ndim)
+        return values
+
+    def must_be_used(self, name: str) -> bool:
+        """Return True for a tensor of a quantized module, unless it is a bias of zero."""
+        return name.rpartition(".")[0] in self._quantized.modules and name not in self.zero_biases
+
     def check_dtypes(self, names: Iterable[str]) -> None:
         """Raise WeightError for the first of these tensors that is not quantized and has no floating-point values."""
         for name in names:

@@ -210,7 +210,12 @@ def load_model(
         config.check_tp(tp.size)
         if quantization != "auto":
             raise UnsupportedModel(f"--quantization {quantization}: {config.architecture} is computed by transformers")
-        return load_generic(config, folder, tp=tp, dtype=dtype, device=device, dummy=dummy)
+        quantized = None if dummy or described is None else Checkpoint(folder, config.checkpoint, described)
+        if quantized is not None and quantized.has_kv_scales:
+            _use_kv_scales(quantized, config, fp8_kv=options.fp8_kv)
+        if tp.rank == 0 and stored is not None and not dummy:
+            logger.info(stored.describe(str(dtype).removeprefix("torch.")))
+        return load_generic(config, folder, quantized, tp=tp, dtype=dtype, device=device, dummy=dummy)
     method = None if quantization == "auto" or stored is not None else quantization
     forms = WeightForms(device, tp, options.keeps, options.keeps_experts, method, options.fp8_activations)
     checkpoint = None if dummy else Checkpoint(folder, config.checkpoint, described)
@@ -242,7 +247,8 @@ def _use_kv_scales(checkpoint: Checkpoint, config: ModelConfig, *, fp8_kv: bool)
         return
     for layer in config.layers:
         attention = layer.attention
-        if not isinstance(attention, AttentionConfig) or attention.scales_kv_by_weights:
+        applied = not isinstance(attention, AttentionConfig) or attention.scales_kv_by_weights
+        if applied and config.transformers is None:
             continue
         raise UnsupportedModel(
             f"--kv-cache-dtype fp8_e4m3: scales of {config.architecture}'s KV cache (k_scale, v_scale) are not "
