@@ -210,6 +210,9 @@ def test_static_scales_of_activations(pair: Callable[[str], Pair], tmp_path: Pat
         linears = first.self_attn.qkv_proj, first.self_attn.o_proj, first.mlp.gate_up_proj, first.mlp.down_proj
         forms = [linear.levels.format for linear in linears if linear.levels is not None]
         assert [(form.rounds_x, form.x_scale) for form in forms] == expected
+    infinite = {name: torch.tensor([torch.inf]) for name in changes}
+    for module in load(changed(quantized, tmp_path, infinite), keeps=lambda *_: True, fp8_activations=True).modules():
+        assert not (isinstance(module, Linear) and module.levels is not None and module.levels.format.rounds_x)
     with pytest.raises(WeightError, match=r"down_proj: the input scale has shape \[2\]"):
         load(changed(quantized, tmp_path, {f"{layer}.mlp.down_proj.input_scale": torch.ones(2)}))
 

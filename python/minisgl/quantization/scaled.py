@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ class ScaledMatrix:
 
     `scale` is [], [1], [out] or [out, 1], or with a block (rows, columns) one for each block, where the last blocks of
     an axis may be cut short. `zero_point` has the scale's shape. `input_scale`, of static activations, is a single
-    number.
+    number; if it is not positive and finite, activations are not rounded.
     """
 
     def __init__(
@@ -31,7 +33,9 @@ class ScaledMatrix:
         self._x_scale = 0.0
         if static and input_scale is not None:
             check_shape("the input scale", input_scale, *[1] * len(input_scale.shape))
-            self._x_scale = float(input_scale.read().float())
+            x_scale = float(input_scale.read().float())
+            if 0 < x_scale < math.inf:  # experts that no token of a calibration chose may have no scale
+                self._x_scale = x_scale
         self._rounds_x = scheme.dtype == "fp8" and (self._x_scale > 0 if static else scheme.activations != "16 bits")
         if len(weight.shape) != 2:
             raise ValueError(f"the weight has shape {list(weight.shape)}, but only matrices are quantized so")
