@@ -399,6 +399,7 @@ NAN = float("nan")
         ("gptq", {f"{UP}.bias": torch.ones(320)}, r"does not use: .*up_proj\.bias$"),
         ("fp8 tensor", {"lm_head.weight_scale": torch.ones(1)}, r"lm_head: weight is stored as F32, but .* F8_E4M3"),
         ("compressed int8", {"lm_head.weight_scale": torch.ones(1)}, r"says that this module is not quantized"),
+        ("gptq", {f"{UP}.qweight": torch.ones(9, dtype=torch.int32)}, r"up_proj: qweight has shape \[9\], .* a matrix"),
         ("gptq desc_act", {f"{UP}.g_idx": None}, r"up_proj\.g_idx is not there, but config\.json has desc_act true"),
         ("gptq", {f"{UP}.scales": torch.full((6, 320), NAN)}, r"up_proj\.weight: scales has a value .* not a number"),
         ("awq", {f"{UP}.scales": torch.full((6, 320), torch.inf)}, r"up_proj\.weight: scales has a value that is inf"),

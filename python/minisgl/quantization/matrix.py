@@ -51,6 +51,14 @@ def check_shape(name: str, tensor: StoredTensor, *shape: int) -> None:
         raise ValueError(f"{name} has shape {list(tensor.shape)}, but the format asks for {list(shape)}")
 
 
+def matrix_shape(name: str, tensor: StoredTensor) -> tuple[int, int]:
+    """Return the two sizes of a stored matrix. Raises ValueError if the tensor is none."""
+    if len(tensor.shape) != 2:
+        raise ValueError(f"{name} has shape {list(tensor.shape)}, but the format asks for a matrix")
+    rows, columns = tensor.shape
+    return rows, columns
+
+
 def read_scales(name: str, stored: StoredTensor, *index: slice) -> Tensor:
     """Return a part of stored scales as float32. Raises ValueError if one is infinite or not a number."""
     scales = stored.read(*index).float()

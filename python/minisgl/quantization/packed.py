@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from minisgl.quantization.levels import LevelFormat, Levels
-from minisgl.quantization.matrix import StoredTensor, check_shape, cuts, read_scales, units, unpack, within
+from minisgl.quantization.matrix import (
+    StoredTensor,
+    check_shape,
+    cuts,
+    matrix_shape,
+    read_scales,
+    units,
+    unpack,
+    within,
+)
 from minisgl.quantization.schemes import AwqWeights, GptqWeights, PackedWeights
 
 _AWQ_BITS, _AWQ_WORD = 4, 8
@@ -99,7 +108,7 @@ class AwqMatrix(GroupedIntegers):
     """
 
     def __init__(self, scheme: AwqWeights, qweight: StoredTensor, qzeros: StoredTensor, scales: StoredTensor) -> None:
-        columns, words = qweight.shape
+        columns, words = matrix_shape("qweight", qweight)
         group = columns if scheme.group_size == -1 else scheme.group_size
         super().__init__((words * _AWQ_WORD, columns), _AWQ_BITS, group, None, zeros=True)
         check_shape("qzeros", qzeros, self._num_groups, words)
@@ -137,7 +146,7 @@ class GptqMatrix(GroupedIntegers):
         g_idx: StoredTensor | None,
     ) -> None:
         self._zero_offset, self._per_word = scheme.zero_offset, 32 // scheme.bits
-        words, rows = qweight.shape
+        words, rows = matrix_shape("qweight", qweight)
         columns = words * self._per_word
         group = columns if scheme.group_size == -1 else scheme.group_size
         super().__init__((rows, columns), scheme.bits, group, g_idx, zeros=True)

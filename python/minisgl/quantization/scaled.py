@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from minisgl.quantization.levels import Kind, LevelFormat, Levels
-from minisgl.quantization.matrix import StoredTensor, check_shape, cuts, read_scales, units
+from minisgl.quantization.matrix import StoredTensor, check_shape, cuts, matrix_shape, read_scales, units
 from minisgl.quantization.schemes import ScaledWeights
 
 
@@ -37,10 +37,7 @@ class ScaledMatrix:
             if 0 < x_scale < math.inf:  # experts that no token of a calibration chose may have no scale
                 self._x_scale = x_scale
         self._rounds_x = scheme.dtype == "fp8" and (self._x_scale > 0 if static else scheme.activations != "16 bits")
-        if len(weight.shape) != 2:
-            raise ValueError(f"the weight has shape {list(weight.shape)}, but only matrices are quantized so")
-        self.shape = weight.shape
-        rows, columns = weight.shape
+        self.shape = rows, columns = matrix_shape("the weight", weight)
         found = tuple(scale.shape)
         if all(size == 1 for size in found):
             self._unit = rows, columns
