@@ -32,20 +32,45 @@ def test_the_allocators_refusal_is_known_and_nothing_else() -> None:
     queue = CpuQueue()
     with pytest.raises(DeviceOutOfMemory, match="can't allocate memory"):
         queue.submit(lambda: StepResult(too_much()))()
+    forward = queue.launch(too_much)
     with pytest.raises(DeviceOutOfMemory):
-        queue.launch(too_much)()
+        queue.submit(lambda: StepResult(forward()))()
 
     def refuse() -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nand more")
 
     with pytest.raises(DeviceOutOfMemory, match=r"2\.00 GiB\.$"):
-        queue.launch(refuse)()
+        queue.submit(lambda: StepResult(refuse()))()
     with pytest.raises(RuntimeError, match="size of tensor") as error:
         queue.launch(lambda: torch.ones(2) + torch.ones(3))()
     assert not isinstance(error.value, DeviceOutOfMemory)
     with pytest.raises(RuntimeError, match="can't allocate") as error:
         queue.call(too_much)  # a call is no step: the caller handles its error
     assert not isinstance(error.value, DeviceOutOfMemory)
+    queue.close()
+
+
+def test_what_is_queued_until_a_failure_is_known_does_not_run() -> None:
+    """A step after the failed one may need what that one did not write: with stale page tables it spoils pages."""
+    queue, ran = CpuQueue(), []
+
+    def step(name: str) -> StepResult[torch.Tensor]:
+        ran.append(name)
+        return StepResult(torch.zeros(1))
+
+    queue.submit(lambda: step("before"))()
+    forward = queue.launch(too_much)
+    failed = queue.submit(lambda: StepResult(forward()))
+    later = queue.launch(lambda: ran.append("later"))
+    after_it = queue.submit(lambda: step("after it"))
+    with pytest.raises(DeviceOutOfMemory):
+        failed()
+    again = queue.submit(lambda: step("again"))
+    for known in (later, after_it):
+        with pytest.raises(DeviceOutOfMemory, match="can't allocate memory"):
+            known()
+    again()
+    assert ran == ["before", "again"]
     queue.close()
 
 

@@ -69,22 +69,45 @@ def _as_array(tensor: Tensor) -> AnyArray:
 
 
 class CpuQueue:
-    """Queue that is a thread: torch releases the GIL while it computes, so the host can continue."""
+    """Queue that is a thread: torch releases the GIL while it computes, so the host can continue.
+
+    The host learns late that a step has run out of memory. Functions that it has queued until then are not executed,
+    but fail too: they may need what that step did not write, such as the pages of a row.
+    """
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "cpu-device", initializer=name_thread)
         self._step_threads = StepThreads()
+        self._known_failures = 0  # number of failed steps that the host has learned of
+        self._failure: tuple[int, str] | None = None  # `_known_failures` of the last failed function, and its message
 
     def begin(self) -> None:
         """Do nothing: the step loop measures a CPU's steps by the host's clock."""
 
     def submit(self, step: Callable[[], StepResult[Tensor]]) -> PendingStep:
-        return self.launch(lambda: step().map(_as_array))
+        pending = self.launch(lambda: step().map(_as_array))
+
+        def result() -> StepResult[AnyArray]:
+            try:
+                return pending()
+            except DeviceOutOfMemory:
+                self._known_failures += 1
+                raise
+
+        return result
 
     def launch(self, function: Callable[[], T]) -> Callable[[], T]:
+        known = self._known_failures
+
         def run() -> T:
-            with torch.inference_mode(), self._step_threads:
-                return run_step(function)
+            if self._failure is not None and self._failure[0] == known:
+                raise DeviceOutOfMemory(self._failure[1])
+            try:
+                with torch.inference_mode(), self._step_threads:
+                    return run_step(function)
+            except DeviceOutOfMemory as error:
+                self._failure = known, str(error)
+                raise
 
         return self._thread.submit(run).result
 
