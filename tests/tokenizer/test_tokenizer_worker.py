@@ -144,6 +144,14 @@ def test_bad_words_become_ids_with_and_without_a_space(tokenizer: TextTokenizer)
     assert "1 to 16" in refused.message
 
 
+def test_bad_words_are_added_to_those_given_as_ids(tokenizer: TextTokenizer) -> None:
+    word = tuple(tokenizer.encode("ab", add_special_tokens=False).tolist())
+    params = SamplingParams(bad_words=("ab",), bad_words_ids=((3, 4), word))
+    first, second, *others = resolve_bad_words(params, tokenizer, 1000).bad_words_ids
+    assert (first, second) == ((3, 4), word)
+    assert len(others) == 1
+
+
 def test_bad_words_that_the_model_cannot_say(tokenizer: TextTokenizer) -> None:
     """A tokenizer may have more ids than the model."""
     params = SamplingParams(bad_words=("ab",))

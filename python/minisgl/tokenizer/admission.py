@@ -174,7 +174,7 @@ def check_vocabulary(ids: Int32Array, limits: Limits) -> None:
 
 
 def resolve_bad_words(sampling: SamplingParams, tokenizer: TextTokenizer, vocab_size: int) -> SamplingParams:
-    """Return the parameters with `bad_words_ids`, because the sampler needs token ids.
+    """Return the parameters with `bad_words` added to `bad_words_ids`, because the sampler needs token ids.
 
     A word is forbidden as the tokenizer encodes it at the start of a text and after a space; other splits of its
     letters into tokens are not forbidden. InvalidRequest if a word has no tokens, or too many. An encoding with a token
@@ -183,7 +183,7 @@ def resolve_bad_words(sampling: SamplingParams, tokenizer: TextTokenizer, vocab_
     if not sampling.bad_words:
         return sampling
     spellings = [spelling for word in sampling.bad_words for spelling in (word, f" {word.lstrip()}")]
-    found: dict[tuple[int, ...], None] = {}  # an ordered set
+    found = dict.fromkeys(sampling.bad_words_ids)  # an ordered set
     for spelling in spellings:
         ids = tuple(tokenizer.encode(spelling, add_special_tokens=False, field="bad_words").tolist())
         if not 0 < len(ids) <= MAX_BAD_WORD_TOKENS:
