@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +184,11 @@ def test_answers_and_logprobs_are_those_of_transformers(
 def test_processed_logprobs_are_of_what_is_sampled_from(oracle: Oracle, expected: list[Answer]) -> None:
     # The oracle keeps log-probabilities, whose signs, which the repetition penalty looks at, are not the logits'.
     asking = [one for one in expected if one.sampling.logprobs is not None and one.sampling.repetition_penalty == 1.0]
+    asking += [  # greedy by top_k, and yet with a temperature
+        replace(one, sampling=msgspec.structs.replace(one.sampling, temperature=0.5, top_k=1))
+        for one in asking
+        if one.sampling.greedy
+    ]
     with LLM(str(oracle.folder), device="cpu", page_size=4, logprobs_mode="processed_logprobs") as llm:
         answers = llm.generate([one.prompt for one in asking], [one.sampling for one in asking])
     for answer, wanted in zip(answers, asking, strict=True):

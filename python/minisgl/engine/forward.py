@@ -198,8 +198,7 @@ class StepRunner:
     def _processed(self, logits: Tensor, slots: Tensor, bitmask: Tensor | None) -> Tensor:
         """Return logits [n, V] after processing and temperature, before the filters."""
         logits = process_logits(logits, slots, self.state, bitmask)
-        temperature = self.state.temperature[slots].unsqueeze(1)
-        logits /= torch.where(temperature == 0.0, 1.0, temperature)
+        logits /= self.state.logprob_temperature[slots].unsqueeze(1)
         return logits
 
     def decode_context(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from minisgl.core import Batch, Int32Array, NewRow, pages_for
 from minisgl.engine.logits_tables import ProcessingTables
+from minisgl.sampling_params import MIN_TEMPERATURE
 from minisgl.uploads import upload
 
 
@@ -44,7 +45,9 @@ class SlotState:
         self.window_table: Tensor | None = None
         if scratch_window_page is not None:
             self.window_table = torch.full_like(self.page_table, scratch_window_page)
-        self.temperature = torch.zeros(rows, dtype=torch.float32, device=device)
+        self.temperature = torch.zeros(rows, dtype=torch.float32, device=device)  # 0: greedy
+        # Temperature of processed log-probabilities: with top_k 1 the choice is greedy, but the temperature counts.
+        self.logprob_temperature = torch.ones(rows, dtype=torch.float32, device=device)
         self.top_k = torch.zeros(rows, dtype=torch.int32, device=device)  # 0: no limit
         self.top_p = torch.ones(rows, dtype=torch.float32, device=device)
         self.min_p = torch.zeros(rows, dtype=torch.float32, device=device)
@@ -77,9 +80,11 @@ class SlotState:
             [0.0 if one.greedy else one.temperature for one in params],
             [one.top_p for one in params],
             [one.min_p for one in params],
+            [1.0 if one.temperature < MIN_TEMPERATURE else one.temperature for one in params],
         ]
-        temperature, top_p, min_p = upload(np.array(floats, dtype=np.float32), self.device)
+        temperature, top_p, min_p, logprob_temperature = upload(np.array(floats, dtype=np.float32), self.device)
         self.temperature[slots] = temperature
+        self.logprob_temperature[slots] = logprob_temperature
         self.top_p[slots] = top_p
         self.min_p[slots] = min_p
         self._write(self.tokens, _beginnings([(row.slot, row.token_ids) for row in rows]))
