@@ -144,6 +144,26 @@ def test_no_stop_string_ends_the_text_before_min_tokens(min_tokens: int) -> None
     assert pieces[-1].finish == "stop"
 
 
+@pytest.mark.parametrize("end", ["token", "flush"])
+def test_a_stop_string_may_begin_before_min_tokens(end: str) -> None:
+    """Its text is held back from the beginning on, and counts only if it ends after the first min_tokens tokens."""
+    detokenizer = Detokenizer(DECODER)
+    detokenizer.apply(StepOutput([Open(1, TextOptions(stop=("bab", "b")), min_tokens=3)], [], b"", []))
+    deltas = [delta for token in ids_of("bbab") for delta in detokenizer.apply(step((1, token)))[0]]
+    assert [delta.text for delta in deltas] == ["", "b", "", ""]
+    assert (deltas[-1].finish, deltas[-1].stop_reason) == ("stop", "bab")
+
+    detokenizer.apply(StepOutput([Open(2, TextOptions(stop=("bab", "b")), min_tokens=3)], [], b"", []))
+    for token in ids_of("aba"):
+        detokenizer.apply(step((2, token)))
+    if end == "token":  # a stop string that was passed over is not found later
+        (last,), _ = detokenizer.apply(step((2, ids_of("c")[0]), ended=[End(2, "length")]))
+        assert (last.text, last.finish) == ("bac", "length")
+    else:
+        (last,), _ = detokenizer.apply(step(ended=[End(2, "length")]))
+        assert (last.text, last.finish) == ("ba", "length")
+
+
 def positions(piece: OutputDelta) -> list[PositionLogprobs]:
     return list(unpack_positions([piece.logprobs]))
 

@@ -15,9 +15,12 @@ STOPS = st.lists(st.text("ab\n", min_size=1, max_size=5), min_size=1, max_size=4
 PIECES = st.lists(st.text("ab\nc", max_size=6), max_size=12)
 
 
-def oracle(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
-    """Read one character after the other, and end as soon as the text ends with a stop string: the longest."""
-    for end in range(len(text) + 1):
+def oracle(text: str, stops: tuple[str, ...], passed: int = 0) -> tuple[str, str | None]:
+    """Read one character after the other, and end as soon as the text ends with a stop string: the longest.
+
+    No stop string ends within the first `passed` characters.
+    """
+    for end in range(passed + 1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
             longest = max(complete, key=len)
@@ -42,6 +45,22 @@ def run(stops: tuple[str, ...], pieces: list[str]) -> tuple[list[str], str | Non
 def test_matches_equal_a_search_of_the_whole_text(stops: tuple[str, ...], pieces: list[str]) -> None:
     shown, stop = run(stops, pieces)
     assert ("".join(shown), stop) == oracle("".join(pieces), stops)
+
+
+@settings(max_examples=500)
+@given(stops=STOPS, pieces=PIECES, passed=PIECES)
+def test_text_that_is_passed_over_is_the_beginning_at_most(
+    stops: tuple[str, ...], pieces: list[str], passed: list[str]
+) -> None:
+    matcher = StopMatcher(stops)
+    shown, stop = "".join(map(matcher.pass_over, passed)), None
+    for piece in pieces:
+        text, stop = matcher.feed(piece)
+        shown += text
+        if stop is not None:
+            break
+    beginning = "".join(passed)
+    assert (shown + matcher.flush(), stop) == oracle(beginning + "".join(pieces), stops, len(beginning))
 
 
 @settings(max_examples=300)

@@ -19,7 +19,7 @@ class Open(msgspec.Struct, frozen=True, array_like=True):
     seq_id: int
     text: TextOptions
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
-    min_tokens: int = 0  # stop strings in the first `min_tokens` tokens are ignored
+    min_tokens: int = 0  # stop strings that end within the first `min_tokens` tokens are ignored
     admitted: float | None = None  # time of its admission by `perf_counter`, one clock for all processes of a host
 
 

@@ -103,7 +103,7 @@ class Detokenizer:
 class _Sequence:
     """State of one running sequence."""
 
-    __slots__ = ("_feed", "_flush", "_quiet", "_stop", "admitted", "cached_tokens", "feed", "include_stop", "matcher")
+    __slots__ = ("_flush", "_min_tokens", "_num_tokens", "admitted", "cached_tokens", "feed", "include_stop", "matcher")
 
     def __init__(self, decoder: TextDecoder, opened: Open) -> None:
         options = opened.text
@@ -111,26 +111,21 @@ class _Sequence:
         self.cached_tokens = opened.cached_tokens
         self.admitted = opened.admitted
         self.include_stop = options.include_stop
-        self.feed = self._feed = stream.feed
+        self.feed = stream.feed
         self._flush = stream.flush
-        self._stop = options.stop
-        self._quiet = opened.min_tokens  # number of tokens before stop strings are looked for
-        self.matcher: StopMatcher | None = None
-        if options.stop and self._quiet:
-            self.feed = self._feed_quietly
-        elif options.stop:
-            self.matcher = StopMatcher(options.stop)
+        self._min_tokens = opened.min_tokens
+        self._num_tokens = 0  # counted if there are stop strings
+        self.matcher = StopMatcher(options.stop) if options.stop else None
 
-    def _feed_quietly(self, token: int) -> str:
-        if self._quiet == 0:
-            self.feed = self._feed
-            self.matcher = StopMatcher(self._stop)
-        self._quiet -= 1
-        return self._feed(token)
+    def match(self, text: str, num_tokens: int = 1) -> tuple[str, str | None]:
+        """Return the text that may be shown now, and the stop string if one is complete.
 
-    def match(self, text: str) -> tuple[str, str | None]:
-        """Return the text that may be shown now, and the stop string if one is complete."""
+        `text`: that of `num_tokens` more tokens. No stop string is looked for before there are more than min_tokens.
+        """
         assert self.matcher is not None
+        self._num_tokens += num_tokens
+        if self._num_tokens <= self._min_tokens:
+            return self.matcher.pass_over(text), None
         text, stop = self.matcher.feed(text)
         return (text + stop if stop is not None and self.include_stop else text), stop
 
@@ -139,7 +134,7 @@ class _Sequence:
         ids, shown = (b"", "") if delta is None else (delta.ids, delta.text)
         text, stop = self._flush(), None
         if self.matcher is not None:
-            text, stop = self.match(text)
+            text, stop = self.match(text, 0)
             text += self.matcher.flush()
         if stop is not None:
             return OutputDelta(end.seq_id, ids, shown + text, "stop", self.cached_tokens, stop, admitted=self.admitted)
@@ -155,12 +150,13 @@ class StopMatcher:
     Only text that may be the beginning of a stop string is held back. After a match, create a new object.
     """
 
-    __slots__ = ("_first_characters", "_held", "_stops")
+    __slots__ = ("_first_characters", "_held", "_passed", "_stops")
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = stops
         self._first_characters = frozenset(stop[0] for stop in stops)
         self._held = ""
+        self._passed = 0  # number of characters of `_held` that were passed over
 
     def feed(self, text: str) -> tuple[str, str | None]:
         """Add text; return the text that may be shown now, without the stop string, and that string if complete."""
@@ -168,13 +164,24 @@ class StopMatcher:
             return text, None
         text = self._held + text
         found = self._find(text)
-        if found is not None:
-            start, stop = found
-            self._held = ""
-            return text[:start], stop
+        if found is None:
+            return self._hold_back(text), None
+        start, stop = found
+        self._held = ""
+        return text[:start], stop
+
+    def pass_over(self, text: str) -> str:
+        """Add text in which no stop string ends, though one may begin; return the text that may be shown now."""
+        shown = self._hold_back(self._held + text)
+        self._passed = len(self._held)
+        return shown
+
+    def _hold_back(self, text: str) -> str:
+        """Hold back what may be the beginning of a stop string; return the rest."""
         keep = possible_start(text, self._stops)
         self._held = text[keep:]
-        return text[:keep], None
+        self._passed = max(self._passed - keep, 0)
+        return text[:keep]
 
     def flush(self) -> str:
         """Return the text held back, when no more text follows."""
@@ -182,6 +189,10 @@ class StopMatcher:
         return held
 
     def _find(self, text: str) -> tuple[int, str] | None:
-        """Return the start and the text of the stop string that is complete first, if any."""
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        """Return the start and the text of the stop string that is complete first after the passed text, if any."""
+        found = [
+            (at + len(stop), at, stop)
+            for stop in self._stops
+            if (at := text.find(stop, max(self._passed - len(stop) + 1, 0))) >= 0
+        ]
         return min(found)[1:] if found else None
