@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minisgl.message.types import unpack_ids
+from minisgl.message.packed_ids import unpack_ids
 from minisgl.sampling_params import SamplingParams
 from scheduler.simulation import World, expected_answer, random_prompt
 
