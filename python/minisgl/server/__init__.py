@@ -1,4 +1,5 @@
-"""The server: the supervisor, which starts and watches all processes, and the API server.
+"""The server: the supervisor, which starts and watches all processes, and the API server (`api/`).
 
-The supervisor waits for workers and, by `signal_socket`, for signals at the same time.
+`start` reads the command line and finds the model, `listener` binds the address, and `supervisor` runs the processes.
+It waits for them and, by `signal_socket`, for signals at the same time.
 """
