@@ -68,6 +68,15 @@ def test_a_conversation_goes_on_from_a_response(server: RunningServer) -> None:
     conversation = [("user", 'say ["one"]'), ("assistant", "one"), ("user", 'say ["two"]'), ("assistant", "two")]
     assert roles_and_texts(server) == [*conversation, ("user", 'say ["three"]')]
 
+    # Without new input, as OpenAI allows.
+    asked: Any = {"model": "test-model", "previous_response_id": first.id}
+    for absent in ({}, {"input": None}, {"input": []}):
+        again = ours.responses.create(**asked, extra_body=absent)
+        assert roles_and_texts(server) == conversation[:2]
+        assert again.usage is not None
+        counted = ours.responses.input_tokens.count(**asked, extra_body=absent)
+        assert counted.input_tokens == again.usage.input_tokens
+
     reference: Any = {"type": "item_reference", "id": second.output[0].id}
     unknown: Any = {**reference, "id": second.output[0].id.replace("_0", "_1")}
     ours.responses.create(model="test-model", input=[reference, {"role": "user", "content": 'say ["four"]'}])

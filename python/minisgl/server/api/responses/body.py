@@ -95,10 +95,11 @@ class ResponsesBody(RequestBody):
         BeforeValidator(_as_items),
         any_of(STRING, {"type": "array", "items": _ITEM}),
         RequestField(
-            "A message of the user, or items: messages, function calls and their outputs, reasoning.",
+            "A message of the user, or items: messages, function calls and their outputs, reasoning; may be left out "
+            "after previous_response_id.",
             "What is the capital of France?",
         ),
-    ]
+    ] = Field([])
     instructions: Annotated[
         str | None, RequestField("System message before the input; not kept for later responses.", "Answer briefly.")
     ] = None
