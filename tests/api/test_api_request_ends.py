@@ -14,6 +14,7 @@ import pytest
 from api_harness import MODEL, RawClient, RunningServer
 from api_sse import parse_events
 from fake_engine import answer, wait_until
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from minisgl.message.packed_ids import pack_ids
 from minisgl.message.shared import Abort
@@ -376,6 +377,30 @@ def test_what_has_ended_is_freed_without_the_garbage_collector(server: RunningSe
         server.assert_idle()
         kinds = (OpenRequest, Job, Answer, Writer)
         wait_until(lambda: not any(issubclass(type(one), kinds) for one in gc.get_objects()))
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_heads_are_freed_without_the_garbage_collector(server: RunningServer, stream: bool) -> None:
+    """A head may have 64 KB. Those of all answered requests stayed in memory until a collection."""
+    client, data = RawClient(server.port), json.dumps(chat("a", stream=stream)).encode()
+    request = b"POST %b HTTP/1.1\r\nhost: localhost\r\nx-mark: mark\r\ncontent-length: %d\r\n\r\n%b"
+
+    def num_marked() -> int:
+        cycles = [one for one in gc.get_objects() if isinstance(one, RequestResponseCycle)]
+        return sum((b"x-mark", b"mark") in cycle.scope["headers"] for cycle in cycles)
+
+    thresholds = gc.get_threshold()
+    gc.set_threshold(0)
+    try:
+        for _ in range(3):
+            client.socket.sendall(request % (CHAT.encode(), len(data), data))
+            client.read_until(b"0\r\n\r\n" if stream else b'"usage"')
+            server.assert_idle()
+        wait_until(lambda: num_marked() == 1)  # the connection has the last one
+        client.leave()
+        wait_until(lambda: num_marked() == 0)
     finally:
         gc.set_threshold(*thresholds)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import weakref
 from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Any
@@ -207,15 +208,17 @@ class StreamBody:
     """
 
     def __init__(self, cycle: RequestResponseCycle, *, chunked: bool) -> None:
-        self._cycle = cycle
+        # The cycle's scope has this object: a reference would keep both, and the request's head, until a collection.
+        self._cycle = weakref.ref(cycle)
         self._transport = cycle.transport
         self._flow = cycle.flow
         self._chunked = chunked
 
     def begin(self) -> None:
         """Prepare for the answer's start. HTTP/1.0 has no chunked encoding: the connection's end ends the body."""
-        if not self._chunked:
-            self._cycle.chunked_encoding = False
+        cycle = self._cycle()
+        if not self._chunked and cycle is not None:
+            cycle.chunked_encoding = False
 
     @property
     def is_behind(self) -> bool:
