@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import io
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,7 +23,7 @@ from minisgl.server.api.http.errors import ApiError
 from minisgl.server.api.requests import open_request
 from minisgl.server.api.requests.engine_client import MAX_OPTION_BYTES, PROMPTS_A_TURN, EngineClient
 from minisgl.server.api.requests.open_request import ClientGone, Delta, Job, OpenRequest
-from minisgl.server.api.tracing import MAX_TRACED_SEQUENCES, Tracer
+from minisgl.server.api.tracing import MAX_TRACED_SEQUENCES, LogLimit, Tracer
 
 
 class Outbox:
@@ -568,3 +570,24 @@ def test_a_request_of_many_choices_makes_few_spans(monkeypatch: pytest.MonkeyPat
 
     asyncio.run(main())
     assert len(started) == 1 + MAX_TRACED_SEQUENCES
+
+
+@pytest.mark.skipif(importlib.util.find_spec("opentelemetry") is None, reason="needs the extra otel")
+def test_a_collector_that_does_not_answer_does_not_fill_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    written = io.StringIO()
+    handler = logging.StreamHandler(written)
+    logging.getLogger().addHandler(handler)
+    try:
+        Tracer("http://127.0.0.1:9", "m")
+        for number in range(3):
+            logging.getLogger("opentelemetry.exporter.otlp").warning("retry %d", number)
+            logging.getLogger("minisgl.server").warning("ours %d", number)
+    finally:
+        logging.getLogger().removeHandler(handler)
+    assert written.getvalue().split("\n") == ["retry 0", "ours 0", "ours 1", "ours 2", ""]
+
+    seconds = range(0, 200, 3)
+    limit = LogLimit(iter(map(float, seconds)).__next__)
+    record = logging.LogRecord("opentelemetry.sdk", logging.ERROR, "", 0, "", None, None)
+    assert [now for now in seconds if limit.filter(record)] == [0, 60, 120, 180], "then one line a minute"

@@ -8,9 +8,11 @@ https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 # keeps 2,048 spans until it sends them, would drop those of other requests.
 MAX_TRACED_SEQUENCES = 64
 FLUSH_MILLISECONDS = 1000  # at the server's end, for spans that have not been sent
+LOG_SECONDS = 60.0  # between two log lines of the library
 OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/messages": "chat",
@@ -42,6 +45,24 @@ def check_otel() -> None:
     modules = "opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"
     if not all(map(can_be_found, modules)):
         raise ConfigError("--otlp-endpoint needs OpenTelemetry's packages: pip install 'minisgl[otel]'")
+
+
+class LogLimit(logging.Filter):
+    """Lets one log line of the library through in LOG_SECONDS: it writes 21 a minute while no collector answers."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__("opentelemetry")
+        self._clock = clock
+        self._logged = -math.inf
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not super().filter(record):  # another package's
+            return True
+        now = self._clock()
+        if now < self._logged + LOG_SECONDS:
+            return False
+        self._logged = now
+        return True
 
 
 class Tracer:
@@ -63,6 +84,8 @@ class Tracer:
         self._propagator = TraceContextTextMapPropagator()
         self._trace = trace
         self._model = model
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(LogLimit())
 
     def record(self, request: OpenRequest, answer_id: str, scope: Scope) -> None:
         """Make the spans of a request whose answer has ended, below the client's traceparent if it sent one."""
