@@ -526,6 +526,8 @@ def test_windows_of_each_layer() -> None:
     assert parse_config({**QWEN3_30B_A3B, **used}).windows == (4096,) * 48
     types = ["sliding_attention", "full_attention"] * 16
     assert parse_config({**MISTRAL_7B_V1, "layer_types": types}).windows == (4096, None) * 16  # read as Ministral
+    of_others = {"max_window_layers": 10, "sliding_window_pattern": 4}
+    assert parse_config({**MISTRAL_7B_V1, **of_others}).windows == (4096,) * 32
     for refused in (types, ["full_attention"] * 32):
         with pytest.raises(UnsupportedModel, match="but sliding_window 2047 is for all layers of this architecture"):
             parse_config({**PHI_3_MINI_4K, "layer_types": refused})

@@ -38,7 +38,8 @@ class Variant:
 
     `defaults`: values that transformers takes for keys a config.json leaves out. `qkv_bias`, `out_bias`, `mlp_bias`:
     products with biases, or the key that says it. `windows`: layers that sliding_window is for; "by layer" are those
-    that layer_types names or, without it, all but each sliding_window_pattern-th, or those from max_window_layers on.
+    that layer_types names or, without it, all but each sliding_window_pattern-th, or those from max_window_layers on,
+    if `defaults` has one of these keys.
     `float32_norms`: a norm's result is rounded once, after its weight. `partial_rotary`: partial_rotary_factor may
     leave the end of each head unrotated. `ropes_by_type`: layers with a window have the plain rope. `no_rope`: layers
     without any, those that no_rope_layers names or those without a window in a model that has windows.
@@ -233,10 +234,10 @@ def _read_sliding(reader: ConfigReader, variant: Variant, num_layers: int) -> li
         if any(named) and not uses:
             raise UnsupportedModel("layer_types has sliding_attention, but no sliding_window is set or used")
         return named
-    if variant.windows == "by layer" and reader.get("sliding_window_pattern") is not None:
+    if "sliding_window_pattern" in variant.defaults and reader.get("sliding_window_pattern") is not None:
         pattern = reader.count("sliding_window_pattern") if uses else 1
         return [(layer + 1) % pattern != 0 for layer in range(num_layers)]
-    first = reader.count("max_window_layers", 0, least=0) if variant.windows == "by layer" else 0
+    first = reader.count("max_window_layers", 0, least=0) if "max_window_layers" in variant.defaults else 0
     return [layer >= first for layer in range(num_layers)]
 
 
