@@ -330,6 +330,23 @@ def test_requests_that_wait_for_a_prefix_hold_up_no_other(layers: dict[str, obje
     assert all(cached == 88 for seq_id, cached in world.cached.items() if seq_id not in (0, 999))
 
 
+@pytest.mark.parametrize(("priority", "entered"), [(0, [0]), (1, [0, 1])])
+@pytest.mark.parametrize("layers", LAYERS, ids=str)
+def test_no_request_waits_for_one_of_lower_priority(
+    layers: dict[str, object], priority: int, entered: list[int]
+) -> None:
+    """That one may get no tokens while a long prompt is prefilled beside a flow of short ones."""
+    world = World(page_size=4, num_pages=400, chunk=8, batch_policy="mixed", **layers)  # type: ignore[arg-type]
+    prompt = list(range(90))
+    world.add(0, prompt, max_tokens=1, ignore_eos=True)
+    world.step()
+    world.add(1, [*prompt[:20], 99], max_tokens=1, ignore_eos=True, priority=priority)
+    world.step()
+    assert world.entered == entered
+    world.run()
+    assert list(world.ends) == [1, 0]
+
+
 def test_without_a_cache_no_request_waits_for_a_prefix() -> None:
     """Equal prompts enter together, and those of higher priority hold up no other while there is room for it."""
     world = World(page_size=4, num_pages=400, num_slots=8, chunk=1000, cache="naive")

@@ -78,6 +78,13 @@ class Request:
         """Sort key: smaller goes first, and is retracted last."""
         return -self.priority, self.arrival
 
+    def may_wait_for(self, other: Request) -> bool:
+        """Return True if it may wait for a prefix that another one computes.
+
+        One of lower priority may get no tokens for many steps: a long prompt and a flow of short ones may have all.
+        """
+        return other.salt == self.salt and other.priority >= self.priority
+
 
 def sequence_state(request: Request, computed: int, known: int) -> SequenceState:
     """Return the state of a request for the glass box; `computed`: tokens with K and V, `known`: all tokens."""

@@ -87,12 +87,12 @@ class RequestPages:
             known = table.tokens[slot, : min(int(table.entry_len[slot]), len(tokens) - 1)]
             # Most prompts differ in the first page that is not cached, and many share a long cached prefix.
             computed, end = int(table.cached_len[slot]), cached_len + self._page_size
-            if end > len(known) or table.request(slot).salt != request.salt:
+            if end > len(known) or not request.may_wait_for(other := table.request(slot)):
                 continue
             if np.array_equal(known[cached_len:end], tokens[cached_len:end]):
                 length = common_length(known, tokens) // self._page_size * self._page_size
                 if length > max(cached_len, computed):
-                    return Awaited(table.request(slot).seq_id, length)
+                    return Awaited(other.seq_id, length)
         return None
 
     def reserve(self, request: Request, prefix: CacheHandle, num_running: int) -> bool:

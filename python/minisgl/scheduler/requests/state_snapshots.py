@@ -88,14 +88,14 @@ class StateSnapshots:
         tokens = request.token_ids[:-1]
         for slot in running[table.cached_len[running] < table.entry_len[running]].tolist():
             known = table.tokens[slot, : min(int(table.entry_len[slot]) - 1, len(tokens))]
-            if len(known) < least or table.request(slot).salt != request.salt:
+            if len(known) < least or not request.may_wait_for(other := table.request(slot)):
                 continue
             if not np.array_equal(known[:least], tokens[:least]):  # cheap test: most prompts diverge early
                 continue
             common = common_length(known, tokens) // self._page_size * self._page_size
             position = self._next_snapshot(slot, least, common)
             if position is not None:
-                return Awaited(table.request(slot).seq_id, position)
+                return Awaited(other.seq_id, position)
         return None
 
     def _next_snapshot(self, slot: int, least: int, most: int) -> int | None:
