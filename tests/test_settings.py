@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 import pytest
 
-from minisgl.cli import NO_SUCH_FLAG, make_parser, parse_args
+from minisgl.cli import NEUTRAL_VALUES, NO_SUCH_FLAG, make_parser, parse_args
 from minisgl.config import ConfigError, EngineConfig, HttpConfig, SchedulerConfig, ServerConfig, SourceConfig
 from minisgl.config.server import ReasoningParserName, ToolCallParserName
 from minisgl.config.settings import Declaration, Setting, Settings, declarations, take_keywords
@@ -149,6 +149,17 @@ def test_an_unknown_flag_is_refused_with_what_to_do() -> None:
     assert not set(known) & set(NO_SUCH_FLAG)
     named = [word.rstrip(":;,") for advice in NO_SUCH_FLAG.values() for word in advice.split() if word.startswith("--")]
     assert set(named) <= set(known)
+
+
+def test_a_value_that_asks_for_what_is_so_in_any_case_refuses_no_flag() -> None:
+    assert NEUTRAL_VALUES.keys() <= NO_SUCH_FLAG.keys()
+    for flag, values in NEUTRAL_VALUES.items():
+        for value in values.split():
+            for words in ([flag, value], [f"{flag}={value}"]):
+                assert parse_args(["serve", *words, "owner/name"])[0] == parse_args(["--model", "owner/name"])[0]
+        for words in ([flag, "7"], [f"{flag}=7"], [flag], [f"{flag}="]):
+            with pytest.raises(ConfigError, match=f"^there is no {flag}: "):
+                parse_args(words)
 
 
 def test_serve_takes_the_model_as_a_positional_argument() -> None:

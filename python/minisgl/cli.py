@@ -11,7 +11,9 @@ import difflib
 import logging
 import os
 import textwrap
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import NoReturn
 
@@ -96,6 +98,20 @@ NO_SUCH_FLAG = _by_flag(
         "--log-requests --enable-log-requests": "texts are never logged; --access-log logs one line a request",
     }
 )
+# Values, separated by spaces, with which these flags ask for what is so in any case: scripts often name defaults.
+NEUTRAL_VALUES = _by_flag(
+    {
+        "--pipeline-parallel-size -pp --pp-size --data-parallel-size -dp --dp-size --dp": "1",
+        "--nnodes --api-server-count --stream-interval": "1",
+        "--node-rank --base-gpu-id --cpu-offload-gb --kv-offloading-size --swap-space": "0",
+        "--distributed-executor-backend": "mp uni",
+        "--tokenizer-mode --chat-template-content-format": "auto",
+        "--config-format": "auto hf",
+        "--task": "auto generate",
+        "--grammar-backend": "llguidance",
+        "--guided-decoding-backend": "auto guidance",
+    }
+)
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -167,6 +183,23 @@ def _with_dashes(argv: Sequence[str]) -> list[str]:
     return words
 
 
+def _without_neutral(words: Sequence[str]) -> list[str]:
+    """Return the arguments without flags that we do not have and whose values ask for what is so in any case."""
+    kept: list[str] = []
+    left = deque(words)
+    while left:
+        flag, equals, value = left[0].partition("=")
+        given = value if equals else "".join(islice(left, 1, 2))
+        if given in NEUTRAL_VALUES.get(flag, "").split():
+            logger.info("%s %s has no effect: it asks for what is so in any case", flag, given)
+            if not equals:
+                left.popleft()
+            left.popleft()
+        else:
+            kept.append(left.popleft())
+    return kept
+
+
 def api_keys(flags: Sequence[str], file: str | None, environment: str) -> list[str]:
     """Return the keys of the flag, the file (one a line) and the environment (separated by commas)."""
     keys = [*flags, *filter(None, map(str.strip, environment.split(",")))]
@@ -188,7 +221,7 @@ def parse_args(argv: Sequence[str]) -> tuple[ServerConfig, Callable[[], ModelFol
     Both raise ConfigError.
     """
     serve = list(argv[:1]) == ["serve"]
-    args, unknown = make_parser(serve=serve).parse_known_args(_with_dashes(argv[serve:]))
+    args, unknown = make_parser(serve=serve).parse_known_args(_without_neutral(_with_dashes(argv[serve:])))
     _refuse_unknown(unknown)
     for flag in args.no_effect or ():
         logger.info("%s has no effect: %s", flag, NO_EFFECT[flag])

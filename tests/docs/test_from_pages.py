@@ -82,7 +82,7 @@ def test_refused_flags_are_refused_with_the_pages_advice(page: str) -> None:
     for theirs, advice in rows:
         for flag in codes(theirs):
             with pytest.raises(ConfigError) as refusal:
-                parsed(f"{flag} 1")
+                parsed(f"{flag} 7")
             assert str(refusal.value) == f"there is no {flag}: {advice}"
 
 
