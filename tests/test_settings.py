@@ -133,6 +133,16 @@ def test_command_lines_of_vllm_and_sglang_mean_what_they_mean_there() -> None:
     assert (sglang.model_names, sglang.source.tokenizer) == (("a", "b"), "owner/words")
 
 
+def test_several_values_may_be_a_json_list_as_in_vllm() -> None:
+    words = ["--allowed-origins", '["https://a.example", "null"]', "https://b.example", "--allowed-methods", '["GET"]']
+    http = parse_args([*words, "--allowed-headers", "[]", "--allowed-hosts", "[::1]", '["a'])[0].http
+    assert http.allowed_origins == ("https://a.example", "null", "https://b.example")
+    assert (http.allowed_methods, http.allowed_headers) == (("GET",), ())
+    assert http.allowed_hosts == ("[::1]", '["a')
+    with pytest.raises(ConfigError, match=r"^--allowed-origins: page must be"):
+        parse_args(["--allowed-origins", '["page"]'])
+
+
 def test_an_unknown_flag_is_refused_with_what_to_do() -> None:
     for words, says in (
         (["--max-total-tokens", "5"], "^there is no --max-total-tokens: give --num-pages"),

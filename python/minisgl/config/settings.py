@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
+from itertools import chain
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -172,11 +174,19 @@ def read_flags(args: argparse.Namespace, struct: type[msgspec.Struct]) -> dict[s
         if (key := _key(struct, declared)) in given:
             value = given[key]
             if get_origin(declared.kind) is tuple:
-                value = tuple(value)
+                value = tuple(chain.from_iterable(map(_texts, value)))
             elif declared.choices or declared.setting.values:
                 value = declared.read(value)
             values[declared.name] = value
     return values
+
+
+def _texts(word: str) -> list[str]:
+    """Return the texts of a JSON list, which is vLLM's form of several values; any other word is one."""
+    if word.startswith("["):
+        with suppress(msgspec.DecodeError):
+            return msgspec.json.decode(word, type=list[str])
+    return [word]
 
 
 def _key(struct: type[msgspec.Struct], declared: Declaration) -> str:
