@@ -172,6 +172,13 @@ def test_a_value_that_asks_for_what_is_so_in_any_case_refuses_no_flag() -> None:
                 parse_args(words)
 
 
+def test_arguments_that_are_no_text_are_refused() -> None:
+    """Python represents their bytes as surrogates, which no process of the server could be told of."""
+    for words in (["--uds", "a\udcff"], ["--host=\udcff"], ["serve", "\udcff"], ["--\udcff"]):
+        with pytest.raises(ConfigError, match=r"^the argument '.*\\udcff' is not UTF-8$"):
+            parse_args(words)
+
+
 def test_serve_takes_the_model_as_a_positional_argument() -> None:
     assert parse_args(["serve"])[0].source.model == "demo"
     assert parse_args(["serve", "--tp", "2", "owner/name"])[0].source.model == "owner/name"

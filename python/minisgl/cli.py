@@ -174,6 +174,14 @@ def _refuse_unknown(words: Sequence[str]) -> None:
     raise ConfigError(f"there is no {flag}" + (f"; {close[0]} is the closest" if close else "; see minisgl --help"))
 
 
+def _check_text(words: Sequence[str]) -> None:
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:  # Python represents undecodable bytes as surrogates
+            raise ConfigError(f"the argument {word!r} is not UTF-8") from None
+
+
 def _with_dashes(argv: Sequence[str]) -> list[str]:
     """Return the arguments with underscores in flags replaced by dashes (--max_model_len), as vLLM does."""
     words = []
@@ -220,6 +228,7 @@ def parse_args(argv: Sequence[str]) -> tuple[ServerConfig, Callable[[], ModelFol
 
     Both raise ConfigError.
     """
+    _check_text(argv)
     serve = list(argv[:1]) == ["serve"]
     args, unknown = make_parser(serve=serve).parse_known_args(_without_neutral(_with_dashes(argv[serve:])))
     _refuse_unknown(unknown)

@@ -149,7 +149,8 @@ def test_a_port_in_use_is_noticed_first(folder: Path) -> None:
 
 
 def test_an_address_of_another_machine_is_no_matter_of_the_port(folder: Path) -> None:
-    assert run_to_failure("--model", str(folder), "--host", "192.0.2.1").endswith("choose another --host")
+    for host in ("192.0.2.1", "a..b", "x" * 64):
+        assert run_to_failure("--model", str(folder), "--host", host).endswith("choose another --host")
 
 
 @pytest.mark.parametrize("closed", ["0<&-", "0<&- 1>&-"])

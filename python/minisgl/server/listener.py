@@ -26,9 +26,13 @@ def bind(host: str, port: int, send_timeout: float = HttpConfig().send_timeout) 
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(send_timeout * 1000))
         sock.bind(address)
         sock.listen(BACKLOG)
-    except OSError as error:
-        flag = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another {flag}") from None
+    except (OSError, UnicodeError) as error:  # a name of which no domain name can be made
+        flag, reason = "--host", str(error)
+        if isinstance(error, OSError):
+            reason = error.strerror or reason
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                flag = "--port"
+        raise ConfigError(f"cannot listen on {host}:{port}: {reason}; choose another {flag}") from None
     return sock
 
 
