@@ -132,6 +132,8 @@ def test_keys_come_from_flag_file_and_environment(tmp_path: Path, monkeypatch: p
         ({"allowed_origins": ("page.example",)}, "of the form https://example.com"),
         ({"allowed_origins": ("https://page.example/",)}, "of the form https://example.com"),
         ({"allowed_origins": ('["*"]',)}, "of the form https://example.com"),
+        ({"allowed_origins": ("http://localhost:*",)}, "of the form https://example.com"),
+        ({"allowed_origins": ("https://",)}, "of the form https://example.com"),
         ({"max_body_bytes": 0}, "--max-body-bytes"),
         ({"max_queued_requests": 0}, "--max-queued-requests"),
         ({"max_choices": 0}, "--max-choices"),
@@ -145,6 +147,11 @@ def test_keys_come_from_flag_file_and_environment(tmp_path: Path, monkeypatch: p
 def test_bad_flags(changes: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         HttpConfig(**changes).validate()  # type: ignore[arg-type]
+
+
+def test_origins_of_other_pages_than_those_of_the_web_may_be_allowed() -> None:
+    """An Android app's web view names its own files so, others have schemes of their own."""
+    HttpConfig(allowed_origins=("file://", "null", "app://obsidian.md", "http://[::1]:3000")).validate()
 
 
 def test_allowed_origins_get_cors_headers(start_server: Callable[..., RunningServer]) -> None:

@@ -11,7 +11,7 @@ import msgspec
 from minisgl.config.settings import ConfigError, Setting, Settings, seconds
 from minisgl.limits import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_STRINGS, Limits
 
-_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # as a browser's header Origin names it
+_ORIGIN = re.compile(r"\*|null|file://|[a-z][a-z0-9+.-]*://[^/\s*]+")  # as a browser's header Origin names it
 
 
 class HttpConfig(Settings, frozen=True, kw_only=True):
