@@ -137,6 +137,14 @@ def test_quantized_weights_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=r"--kv-cache-dtype fp8_e4m3: scales of LlamaForCausalLM's KV cache"):
         by_transformers(quantized, fp8_kv=True)
     by_transformers(quantized)
+    changed = {name: tensor for name, tensor in tensors.items() if name != f"{up}.weight_scale"}
+    save_file(changed, quantized / "model.safetensors")
+    with pytest.raises(WeightError, match=rf"{up}\.weight is stored as F8_E4M3, and config\.json does not say how"):
+        by_transformers(quantized)
+    save_file({**tensors, "model.norm.weight": torch.ones(191)}, quantized / "model.safetensors")
+    with pytest.raises(WeightError, match=r"norm\.weight has shape \[191\], but config\.json asks for \[192\]"):
+        by_transformers(quantized)
+    save_file(tensors, quantized / "model.safetensors")
     raw = json.loads((quantized / "config.json").read_text())
     (quantized / "config.json").write_text(json.dumps({**raw, "quantization_config": None}))
     with pytest.raises(WeightError, match=r"_proj\.weight is stored as F8_E4M3, and config\.json does not say how"):
@@ -291,8 +299,14 @@ def test_other_refusals(tmp_path: Path) -> None:
     with pytest.raises(WeightError, match=r"lacks model\.layers\.2"):
         LLM(str(tmp_path), "float32", **SMALL_PAGES)
     (tmp_path / "config.json").write_text(json.dumps({**raw, "intermediate_size": 40}))
-    with pytest.raises(WeightError, match="transformers cannot load"):
+    with pytest.raises(WeightError, match=r"c_fc\.bias has shape \[48\], but config\.json asks for \[40\]"):
         LLM(str(tmp_path), "float32", **SMALL_PAGES)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "model.safetensors").unlink()
+    for content, why in ((b"", "EOFError$"), (b"version https://git-lfs", "Weights only load failed")):
+        (tmp_path / "pytorch_model.bin").write_bytes(content)
+        with pytest.raises(WeightError, match=f"transformers cannot load .*: {why}"):
+            by_transformers(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**raw, "model_type": "unheard_of"}))
     with pytest.raises(UnsupportedModel, match="transformers does not know the model_type 'unheard_of'"):
         load_model_config(tmp_path)

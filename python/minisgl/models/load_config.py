@@ -106,13 +106,14 @@ def parse_config(
     implementation: ModelImplementation = "auto",
 ) -> ModelConfig:
     """Read the two files' contents and the tokenizer's eos_token, with the keys of transformers 4 or 5."""
+    quantization = read_quantization(raw)
     config = _read_architecture(raw, implementation)
     if config.transformers is None and _disagrees_on_tying(raw):
         config = dataclasses.replace(config, tie_word_embeddings=None)
     eos = _eos_token_ids(raw, generation or {}, eos_of_tokenizer)
     # Ids beyond the vocabulary, which some tokenizers have, are never generated; -1 means that there is none.
     known = dict.fromkeys(token for token in eos if 0 <= token < config.vocab_size)
-    return dataclasses.replace(config, eos_token_ids=tuple(known), quantization=read_quantization(raw))
+    return dataclasses.replace(config, eos_token_ids=tuple(known), quantization=quantization)
 
 
 def _read_architecture(raw: Mapping[str, Any], implementation: ModelImplementation) -> ModelConfig:
