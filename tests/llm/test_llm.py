@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
+import select
 import shutil
 import signal
 import subprocess
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from operator import attrgetter
@@ -21,13 +23,15 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.config import ConfigError
+from minisgl.config import ConfigError, EngineConfig, ServerConfig
 from minisgl.core import PendingStep, StepResult
 from minisgl.llm import LLM, SamplingParams, rank_processes
-from minisgl.llm.rank_processes import RankLost
+from minisgl.llm.rank_processes import RankLost, RankProcesses
+from minisgl.message.control import Start
 from minisgl.models.hub import demo_folder
 from minisgl.process.child import Child, start_worker
 from minisgl.sampling_params import Grammar, InvalidRequest
+from support import failing_rank
 from support.server import PATIENCE, is_alive
 from support.unclosed import PARAMS, run_unclosed
 
@@ -349,6 +353,25 @@ def test_a_rank_that_dies_before_it_joins_ends_the_start(monkeypatch: pytest.Mon
     with pytest.raises(ConfigError, match="scheduler-1: it died"):
         LLM("demo", max_running_req=2, tp_size=2)
     assert [process.poll() for process in started] == [-signal.SIGKILL]
+
+
+def test_a_rank_that_fails_is_heard_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sockets close first, and its process may end seconds later: the error is not that of the collective."""
+
+    def start_failing(name: str, _: str, start: Start, env: Mapping[str, str]) -> Child:
+        paths = Path(rank_processes.__file__).parents[2], Path(failing_rank.__file__).parents[1]
+        return start_worker(
+            name, f"{failing_rank.__name__}:run", start, {**env, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+        )
+
+    monkeypatch.setattr(rank_processes, "start_worker", start_failing)
+    ranks = RankProcesses(ServerConfig(engine=EngineConfig(model_path="", tp_size=2)))
+    (child,) = ranks._children
+    assert select.select([child.pipe._socket], [], [], PATIENCE)[0]
+    with pytest.raises(RankLost, match=r"^scheduler-1: the scales are no numbers$"), ranks.guard():
+        raise RuntimeError("rank 1 is gone")
+    assert child.process.poll() is None
+    ranks.close()
 
 
 def test_one_that_is_freed_without_close_ends_its_ranks() -> None:

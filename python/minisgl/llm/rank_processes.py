@@ -114,9 +114,19 @@ class RankProcesses:
                     return RankLost(f"{child.name}: it died")
         return RankLost(f"{child.name}: {message.message}")
 
+    def _check_failures(self) -> None:
+        """Raise RankLost if a rank has sent why it failed. Its process may take seconds to end after that."""
+        with self._reading:
+            for child in self._children:
+                while (message := child.pipe.receive_within(0)) is not None:
+                    if isinstance(message, Failed):
+                        self._failures[child.name] = message.message
+                if child.name in self._failures:
+                    raise RankLost(f"{child.name}: {self._failures[child.name]}")
+
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Replace the error of a collective by RankLost if a rank has ended."""
+        """Replace the error of a collective by RankLost if a rank has ended or says that it failed."""
         try:
             yield
         except RankLost:
@@ -125,6 +135,7 @@ class RankProcesses:
             deadline = time.monotonic() + _GRACE
             while self._children and time.monotonic() < deadline:
                 self.check()
+                self._check_failures()
                 time.sleep(0.01)
             raise
 
