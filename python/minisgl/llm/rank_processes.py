@@ -118,7 +118,7 @@ class RankProcesses:
         """Raise RankLost if a rank has sent why it failed. Its process may take seconds to end after that."""
         with self._reading:
             for child in self._children:
-                while (message := child.pipe.receive_within(0)) is not None:
+                while (message := child.pipe.receive_now()) is not None:
                     if isinstance(message, Failed):
                         self._failures[child.name] = message.message
                 if child.name in self._failures:
