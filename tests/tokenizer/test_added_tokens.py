@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from minisgl.config import ConfigError
 from minisgl.tokenizer.load_tokenizer import load_decoder
 from minisgl.tokenizer.text import TextTokenizer
 from tokenizer import small
@@ -53,6 +54,11 @@ CASES: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any]]] = {
     "the end token": ({}, {"eos_token": "<|im_end|>"}),
     "the end token, an object": ({}, {"pad_token": {"__type": "AddedToken", "content": "<|im_end|>"}}),
     "the end token, not special": ({"<|im_end|>": {"special": False}}, {"eos_token": "<|im_end|>"}),
+    "the end token, taking spaces": (
+        {},
+        {"eos_token": {"__type": "AddedToken", "content": "<|im_end|>", "lstrip": True, "rstrip": True}},
+    ),
+    "split": (LISTED, {"split_special_tokens": True}),
     "another name": ({}, {"turn_token": "<|im_end|>"}),
     "additional": ({}, {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}),
     "additional, not special": ({"<think>": {"special": False}}, {"additional_special_tokens": ["<think>"]}),
@@ -88,3 +94,19 @@ def test_a_configuration_that_gives_a_tokens_id_to_another_is_passed_over(tmp_pa
     ours = TextTokenizer.from_folder(folder)
     stream = load_decoder(folder).stream(skip_special_tokens=False)
     assert stream.feed(5) == ours.decode([5]) != "<|renamed|>"
+
+
+def test_an_older_list_of_added_tokens(tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    folder = written("byte_level", tmp_path, PLAIN, {"pad_token": "<pad>"})
+    size = TextTokenizer.from_folder(folder).tokenizer.get_vocab_size()
+    (folder / "added_tokens.json").write_text(json.dumps({"[NEW]": size + 1, "<pad>": size, "<think>": size - 2}))
+    theirs, ours = PreTrainedTokenizerFast.from_pretrained(folder), TextTokenizer.from_folder(folder)
+    ids = theirs("a<pad>b [NEW]<think>")["input_ids"]
+    assert ours.encode("a<pad>b [NEW]<think>").tolist() == ids
+    stream = load_decoder(folder).stream(skip_special_tokens=True)
+    assert "".join(map(stream.feed, ids)) == theirs.decode(ids, skip_special_tokens=True) == "ab [NEW]<think>"
+    (folder / "added_tokens.json").write_text('{"[NEW]": "x"}')
+    with pytest.raises(ConfigError, match=r"added_tokens\.json"):
+        TextTokenizer.from_folder(folder)

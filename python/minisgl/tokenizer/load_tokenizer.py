@@ -41,7 +41,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises a bare Exception
             raise ConfigError(f"{path} cannot be read: {error}") from error
-        _complete(tokenizer, load_tokenizer_config(folder))
+        config = load_tokenizer_config(folder)
+        _complete(tokenizer, config)
+        tokenizer.encode_special_tokens = config.get("split_special_tokens") is True
     else:
         tokenizer = _convert(folder)
     tokenizer.no_truncation()
@@ -102,14 +104,16 @@ class _Known:
 
 def _complete(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
     """Add the added tokens that only the configuration lists, each of which must get the id given there."""
-    own = [Added(token_id, **token.__getstate__()) for token_id, token in tokenizer.get_added_tokens_decoder().items()]
-    changed = changed_tokens(config, own, tokenizer)
+    changed = changed_tokens(config, _added_tokens(tokenizer), tokenizer)
     tokenizer.add_tokens([_for_the_library(token) for token in changed])
     for token in changed:
         if tokenizer.token_to_id(token.content) != token.id:
-            raise ConfigError(
-                f"tokenizer_config.json gives the token {token.content!r} the id {token.id}, which tokenizer.json skips"
-            )
+            file = "added_tokens.json" if "added_tokens" in config else "tokenizer_config.json"
+            raise ConfigError(f"{file} gives the token {token.content!r} the id {token.id}, which tokenizer.json skips")
+
+
+def _added_tokens(tokenizer: Tokenizer) -> list[Added]:
+    return [Added(token_id, **token.__getstate__()) for token_id, token in tokenizer.get_added_tokens_decoder().items()]
 
 
 def _for_the_library(token: Added) -> AddedToken:

@@ -25,28 +25,35 @@ if TYPE_CHECKING:
 def load_tokenizer_config(folder: Path) -> dict[str, Any]:
     """Return the content of tokenizer_config.json; empty if there is none.
 
-    As in transformers, special_tokens_map.json takes precedence, unless the configuration lists added tokens.
+    As in transformers, special_tokens_map.json takes precedence, unless the configuration lists added tokens. Then
+    added_tokens.json, an older form of that list, is read too: its content becomes the value of "added_tokens".
     """
     config = _load_json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" in config:
         return config
     named = _load_json(folder / "special_tokens_map.json")
-    return config | {name: value for name, value in named.items() if value is not None}
+    config |= {name: value for name, value in named.items() if value is not None}
+    added = _load_json(folder / "added_tokens.json")
+    return config | {"added_tokens": added} if added else config
 
 
 def special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """Return the texts of bos_token, eos_token and so on, by name, if the configuration sets them."""
+    return {name: text for name, value in _named(config).items() if (text := _text_of(value)) is not None}
+
+
+def _named(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the special tokens that have a name, as they are written."""
     named = {name: value for name, value in config.items() if name.endswith("_token")}
-    if isinstance(extra := config.get("extra_special_tokens"), dict):
-        named |= extra
-    return {name: text for name, value in named.items() if (text := _text_of(value)) is not None}
+    extra = config.get("extra_special_tokens")
+    return named | extra if isinstance(extra, dict) else named
 
 
-def extra_special_tokens(config: dict[str, Any]) -> list[str]:
-    """Return the texts of special tokens without a name."""
+def _nameless(config: dict[str, Any]) -> list[Any]:
+    """Return the special tokens that have no name, as they are written."""
     for key in ("extra_special_tokens", "additional_special_tokens"):
         if isinstance(values := config.get(key), list) and values:
-            return [text for text in map(_text_of, values) if text is not None]
+            return values
     return []
 
 
@@ -82,18 +89,22 @@ def changed_tokens(config: dict[str, Any], own: Iterable[Added], vocabulary: Voc
     """
     before = {token.content: token for token in own}
     tokens = before.copy()
-    for listed in _listed(config):
+    older = [token for token in _listed_before(config) if token.content not in before]
+    for listed in [*_listed(config), *older]:
         if (found := vocabulary.token_to_id(listed.content)) is None and vocabulary.id_to_token(listed.id) is not None:
             continue  # the id is another token's
         is_special = listed.special or (listed.content in before and before[listed.content].special)
         token_id = listed.id if found is None else found
         tokens[listed.content] = msgspec.structs.replace(listed, id=token_id, special=is_special)
-    named = list(special_tokens(config).values())
-    for content in [*named, *(text for text in extra_special_tokens(config) if text not in tokens)]:
+    nameless = [value for value in _nameless(config) if _text_of(value) not in tokens]
+    for value in [*_named(config).values(), *nameless]:
+        content = _text_of(value)
+        if not content:
+            continue
         if (token := tokens.get(content)) is not None:
             tokens[content] = msgspec.structs.replace(token, special=True)
-        elif content and (found := vocabulary.token_to_id(content)) is not None:
-            tokens[content] = Added(found, content, normalized=False, special=True)
+        elif (found := vocabulary.token_to_id(content)) is not None:
+            tokens[content] = _special(found, content, value)
     return [token for token in tokens.values() if token != before.get(token.content)]
 
 
@@ -111,6 +122,27 @@ def _listed(config: dict[str, Any]) -> list[Added]:
         return [token for token in msgspec.convert(tokens, type=list[Added]) if token.content]
     except msgspec.ValidationError as error:
         raise ConfigError(f"tokenizer_config.json has no valid added_tokens_decoder: {error}") from error
+
+
+def _listed_before(config: dict[str, Any]) -> list[Added]:
+    """Return the tokens of added_tokens.json, whose flags are the default of `_listed`."""
+    try:
+        listed = msgspec.convert(config.get("added_tokens", {}), type=dict[str, int])
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"added_tokens.json is not a table of tokens and their ids: {error}") from error
+    special = {_text_of(value) for value in [*_named(config).values(), *_nameless(config)]}
+    by_id = sorted((token_id, content) for content, token_id in listed.items() if content)
+    return [
+        Added(token_id, content, normalized=content not in special, special=content in special)
+        for token_id, content in by_id
+    ]
+
+
+def _special(token_id: int, content: str, value: Any) -> Added:
+    """Return a special token that is no added token yet, with the flags that are written with it."""
+    written = value if isinstance(value, dict) else {}
+    flags = {name: written.get(name) is True for name in ("single_word", "lstrip", "rstrip", "normalized")}
+    return Added(token_id, content, special=True, **flags)
 
 
 def chat_templates(folder: Path, config: dict[str, Any], file: str | None) -> dict[str, str]:
