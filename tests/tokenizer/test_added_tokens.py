@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, Tokenizer, normalizers
 
 from minisgl.config import ConfigError
+from minisgl.tokenizer.chat_template import ChatTemplates
 from minisgl.tokenizer.load_tokenizer import load_decoder
 from minisgl.tokenizer.text import TextTokenizer
 from tokenizer import small
@@ -110,3 +112,24 @@ def test_an_older_list_of_added_tokens(tmp_path: Path) -> None:
     (folder / "added_tokens.json").write_text('{"[NEW]": "x"}')
     with pytest.raises(ConfigError, match=r"added_tokens\.json"):
         TextTokenizer.from_folder(folder)
+
+
+def with_an_empty_token() -> Tokenizer:
+    """Return a tokenizer whose normalizer leaves nothing of an added token, which is then found everywhere."""
+    tokenizer = small.words()
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.add_tokens([AddedToken("\u200d", normalized=True)])
+    return tokenizer
+
+
+def test_an_added_token_that_is_nothing_when_normalized(tmp_path: Path) -> None:
+    tokenizer = with_an_empty_token()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    joiner = tokenizer.token_to_id("\u200d")
+    assert TextTokenizer.from_folder(tmp_path).encode("世 a\u200db").tolist() == [4, 1, joiner, 2]
+
+
+def test_a_panic_of_the_library_is_an_error_of_the_request() -> None:
+    ours = TextTokenizer(with_an_empty_token(), ChatTemplates({}, {}))
+    with pytest.raises(RuntimeError, match="panicked"):
+        ours.encode("世")

@@ -48,6 +48,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         tokenizer = _convert(folder)
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    _match_as_written(tokenizer)
     make_plain(tokenizer)
     return tokenizer
 
@@ -110,6 +111,20 @@ def _complete(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
         if tokenizer.token_to_id(token.content) != token.id:
             file = "added_tokens.json" if "added_tokens" in config else "tokenizer_config.json"
             raise ConfigError(f"{file} gives the token {token.content!r} the id {token.id}, which tokenizer.json skips")
+
+
+def _match_as_written(tokenizer: Tokenizer) -> None:
+    """Match added tokens of which the normalizer leaves nothing, such as U+200D, before the text is normalized.
+
+    `tokenizers` would find such a token everywhere in normalized text: it panics, or takes all memory for two letters.
+    """
+    normalizer = tokenizer.normalizer
+    if normalizer is None:
+        return
+    empty = [
+        token for token in _added_tokens(tokenizer) if token.normalized and not normalizer.normalize_str(token.content)
+    ]
+    tokenizer.add_tokens([_for_the_library(msgspec.structs.replace(token, normalized=False)) for token in empty])
 
 
 def _added_tokens(tokenizer: Tokenizer) -> list[Added]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,8 @@ class TextTokenizer:
                     field, f"character {error.start} of the text is half of a surrogate pair (U+{code:04X})"
                 ) from None
         sent = text if pair is None else (text, pair)
-        encoding = self.tokenizer.encode_batch_fast([sent], add_special_tokens=add_special_tokens)[0]
+        with panics_as_errors():
+            encoding = self.tokenizer.encode_batch_fast([sent], add_special_tokens=add_special_tokens)[0]
         return np.array(encoding.ids, dtype=np.int32)
 
     def encode_fitting(self, text: str, limits: Limits, add_special_tokens: bool, field: str) -> Int32Array:
@@ -152,4 +154,17 @@ class TextTokenizer:
 
     def decode(self, ids: Sequence[int] | Int32Array, skip_special_tokens: bool = True) -> str:
         """Return the text of ids, all at once."""
-        return self.tokenizer.decode(np.asarray(ids, dtype=np.int32).tolist(), skip_special_tokens=skip_special_tokens)
+        with panics_as_errors():
+            tokens = np.asarray(ids, dtype=np.int32).tolist()
+            return self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+
+
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Raise a panic of `tokenizers`, which is no Exception, as RuntimeError: it ends a request, but no process."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # pyo3 does not export it
+            raise
+        raise RuntimeError(f"tokenizers panicked: {error}") from error
