@@ -249,6 +249,12 @@ def test_continued_as_transformers(transformers_tokenizer: Any, source: str, con
     assert ours.rstrip().endswith(content.strip())
 
 
+def test_a_continued_message_that_the_template_shows_twice() -> None:
+    ours = tokenizer_with("{% for m in messages %}<{{ m.content | trim }}|{{ m.content }}>{{ m.content }}{% endfor %}")
+    talk = [{"role": "assistant", "content": "so"}]
+    assert ours.templates.render(talk, continue_final_message=True) == "<so|so>so"
+
+
 def test_last_message_that_the_template_drops_cannot_be_continued() -> None:
     with pytest.raises(InvalidRequest, match="does not show the last message"):
         tokenizer_with("{{ messages[0].content }}").templates.render([USER, USER], None, {}, False, True)

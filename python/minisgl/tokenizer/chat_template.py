@@ -205,4 +205,5 @@ def _cut_at_end_tag(text: str) -> str:
     if at < 0:
         raise Refusal("it does not show the last message, which is to be continued")
     # If the template trimmed the tag's space, it would have trimmed the end of the message too.
-    return text[:at] if text.startswith(_END_TAG, at) else text[:at].rstrip()
+    kept = text[:at] if text.startswith(_END_TAG, at) else text[:at].rstrip()
+    return kept.replace(_END_TAG, "").replace(_END_TAG.strip(), "")  # a template may show the message twice
