@@ -15,7 +15,7 @@ from minisgl import LLM, SamplingParams
 from minisgl.layers.layer_config import AttentionConfig
 from minisgl.models.config.model_config import UnsupportedModel, WeightError
 from minisgl.models.load_config import parse_config
-from minisgl.quantization.kv_scales import read_kv_scales
+from minisgl.quantization.kv_scales import KVScales, read_kv_scales
 from models.harness import Harness
 from models.quantized import DYNAMIC_FP8, compressed, save_quantized
 from models.test_logits import prompt
@@ -126,6 +126,17 @@ def test_values_beyond_fp8_are_stored(tmp_path: Path, caplog: pytest.LogCaptureF
 def test_scales_that_are_none(name: str, scale: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_kv_scales({f"model.layers.0.self_attn.{name}": InMemory(scale, "F32")})
+
+
+def test_two_scales_that_differ() -> None:
+    module = "model.layers.0.self_attn"
+    stored = {f"{module}.k_proj.k_scale": InMemory(torch.tensor(2.0), "F32")}
+    for leaf, scale in (("attn.k_scale", 1.5), ("v_proj.v_scale", 8.0)):  # 1.5 is rounded up to 2
+        stored[f"{module}.{leaf}"] = InMemory(torch.tensor(scale), "F32")
+    assert read_kv_scales(stored) == {module: KVScales(2.0, 8.0)}
+    stored[f"{module}.kv_scale"] = InMemory(torch.tensor(2.0), "F32")
+    with pytest.raises(ValueError, match=r"\.kv_scale differs from another scale of the values in .*\.self_attn$"):
+        read_kv_scales(stored)
 
 
 def test_models_and_schemes_that_have_no_place_for_scales(tmp_path: Path) -> None:

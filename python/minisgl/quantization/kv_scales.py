@@ -42,8 +42,10 @@ def read_kv_scales(stored: Mapping[str, StoredTensor]) -> dict[str, KVScales]:
             continue  # a scale of queries or probabilities, which attention does not round here
         module = name.removesuffix(f".{leaf}")
         module = next((module.removesuffix(part) for part in _PARTS if module.endswith(part)), module)
-        scales = found.setdefault(module, {})
-        scales.update(dict.fromkeys(_SCALED[leaf], _power_of_two(name, tensor)))
+        scales, scale = found.setdefault(module, {}), _power_of_two(name, tensor)
+        for part in _SCALED[leaf]:
+            if scales.setdefault(part, scale) != scale:
+                raise ValueError(f"{name} differs from another scale of the {part} in {module}")
     return {module: KVScales(**scales) for module, scales in found.items()}
 
 
