@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import subprocess
 import sys
+import weakref
 from typing import Any
 
 import pytest
@@ -13,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parsing import Parsed, cut, run
 
+from minisgl.parsers.harmony import HarmonyParser
 from minisgl.parsers.parser_choice import TOOL_CALL_PARSERS
+from minisgl.parsers.reasoning import REASONING_FORMATS, Place, ReasoningParser
 from minisgl.parsers.streaming import CallArguments, CallStart, Content
 from minisgl.parsers.tool_calls import ToolCallParser
 
@@ -274,6 +278,35 @@ def test_a_call_is_streamed() -> None:
     assert coder.feed("<parameter=s>") == [CallArguments(0, '{"s": ')]
     assert coder.feed("\nlong") == [CallArguments(0, '"'), CallArguments(0, "long")]
     assert coder.feed(' "text"') == [CallArguments(0, ' \\"text\\"')]
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": '),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1"),
+        ("llama3_json", '{"name": "f", "parameters": {"a": '),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"a": '),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": '),
+        ("pythonic", "[f(a="),
+        ("reasoning", "<think>why"),
+        ("harmony", "<|channel|>analysis<|message|>why"),
+    ],
+)
+def test_parsers_are_freed_without_the_garbage_collector(form: str, text: str) -> None:
+    """Otherwise they keep the schemas of an answered request's tools, which may take megabytes."""
+    if form == "reasoning":
+        one: Any = ReasoningParser(REASONING_FORMATS["qwen3"], Place.UNDECIDED)
+    else:
+        one = HarmonyParser(TOOLS, lambda: "id") if form == "harmony" else parser(form)
+    freed = weakref.ref(one)
+    gc.disable()
+    try:
+        one.feed(text)
+        del one
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 def test_python_does_not_warn_of_what_a_model_writes() -> None:

@@ -67,7 +67,7 @@ class HarmonyParser(StateParser):
         prompt_end: str = "",
         continued: str = "",
     ) -> None:
-        super().__init__(self._first_header)
+        super().__init__(type(self)._first_header)
         self.reasoning_tokens = 0  # so far, markers included
         self._tools = tools
         self._new_id = new_id
@@ -79,9 +79,9 @@ class HarmonyParser(StateParser):
         self._begun = False  # the current message has some text
         _, start, header = prompt_end.rpartition(START)
         if continued.strip():
-            self._state = self._text
+            self._state = type(self)._text
         elif start and any(end in header for end in _LAST):
-            self._state = self._between
+            self._state = type(self)._between
         elif start and MESSAGE in header:
             self._open(header)
 
@@ -92,7 +92,7 @@ class HarmonyParser(StateParser):
         if thinks or self._thinks:
             self.reasoning_tokens += num_tokens + self._header_tokens
             self._header_tokens = 0
-        elif self._state in (self._first_header, self._header, self._between):
+        elif self._state in (type(self)._first_header, type(self)._header, type(self)._between):
             self._header_tokens += num_tokens
         else:
             self._header_tokens = 0
@@ -101,23 +101,23 @@ class HarmonyParser(StateParser):
     def _finish(self) -> None:
         """Add the events of the text held back, at the end. A header without a message has none."""
         text, self._buffer = self._buffer, ""
-        if self._state == self._text:
+        if self._state == type(self)._text:
             self._say(text)
             if self._kind is _Kind.CALL:
                 self._close()
-        elif self._state != self._header and text.strip():
+        elif self._state != type(self)._header and text.strip():
             self._kind, self._begun = _Kind.CONTENT, False
             self._say(text)
 
     @property
     def _thinks(self) -> bool:
-        return self._state == self._text and self._kind in (_Kind.REASONING, _Kind.FRAMED_REASONING)
+        return self._state == type(self)._text and self._kind in (_Kind.REASONING, _Kind.FRAMED_REASONING)
 
     def _first_header(self) -> bool:
         """Find out if the answer begins with a header, or with text directly."""
         stripped = self._buffer.lstrip()
         if stripped.startswith(_HEADS):
-            self._state = self._between if stripped.startswith(START) else self._header
+            self._state = type(self)._between if stripped.startswith(START) else type(self)._header
         elif any(head.startswith(stripped) for head in _HEADS):
             return False
         else:
@@ -128,7 +128,7 @@ class HarmonyParser(StateParser):
         self._buffer = self._buffer.lstrip()
         if self._buffer.startswith((START, CHANNEL)):
             self._buffer = self._buffer.removeprefix(START)
-            self._state = self._header
+            self._state = type(self)._header
         elif any(marker.startswith(self._buffer) for marker in (START, CHANNEL)):
             return False
         else:
@@ -177,7 +177,7 @@ class HarmonyParser(StateParser):
 
     def _begin(self, kind: _Kind) -> None:
         self._kind, self._begun = kind, False
-        self._state = self._text
+        self._state = type(self)._text
 
     def _say(self, text: str) -> None:
         if self._kind is _Kind.CALL and not self._begun:
@@ -202,4 +202,4 @@ class HarmonyParser(StateParser):
             self._say("{}")
         elif self._kind is _Kind.FRAMED_REASONING and self._begun:
             self._events.append(Content(END))
-        self._state = self._between
+        self._state = type(self)._between

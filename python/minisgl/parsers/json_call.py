@@ -91,13 +91,13 @@ class JsonCall:
         self._value = ValueEnd('"')
         self._arguments: list[str] = []  # text of the arguments that has not been taken yet
         self._has_arguments = False
-        self._state: Callable[[str, int], int] = self._open
+        self._state: Callable[[JsonCall, str, int], int] = JsonCall._open
 
     def feed(self, text: str) -> int:
         """Add text; return how much of it belongs to the object: all, until the call is done or has failed."""
         at = 0
         while at < len(text) and not self.done and not self.failed:
-            at = self._state(text, at)
+            at = self._state(self, text, at)
         self.started = self.name is not None and (self._has_arguments or self.done)
         return at
 
@@ -114,7 +114,7 @@ class JsonCall:
     def _open(self, text: str, at: int) -> int:
         character, at = next_character(text, at)
         if character == "{":
-            self._state = self._member
+            self._state = JsonCall._member
             return at + 1
         return self._fail_unless(not character, at)
 
@@ -123,7 +123,7 @@ class JsonCall:
         if character == '"':
             self._value = ValueEnd(character)
             self._raw.clear()
-            self._state = self._in_key
+            self._state = JsonCall._in_key
             return at
         if character == "}":
             return self._close(at)
@@ -134,13 +134,13 @@ class JsonCall:
         if self._value.ended:
             key = _decoded("".join(self._raw))
             self._key = key if isinstance(key, str) else ""
-            self._state = self._colon
+            self._state = JsonCall._colon
         return end
 
     def _colon(self, text: str, at: int) -> int:
         character, at = next_character(text, at)
         if character == ":":
-            self._state = self._begin_value
+            self._state = JsonCall._begin_value
             return at + 1
         return self._fail_unless(not character, at)
 
@@ -152,23 +152,23 @@ class JsonCall:
         self._raw.clear()
         if self._key in ARGUMENT_KEYS and character in "{[" and not self._has_arguments:
             self._has_arguments = True
-            self._state = self._in_arguments
+            self._state = JsonCall._in_arguments
         else:
-            self._state = self._in_value
+            self._state = JsonCall._in_value
         return at
 
     def _in_arguments(self, text: str, at: int) -> int:
         end = self._value.feed(text, at)
         self._arguments.append(text[at:end])
         if self._value.ended:
-            self._state = self._after_value
+            self._state = JsonCall._after_value
         return end
 
     def _in_value(self, text: str, at: int) -> int:
         end = self._collect(text, at)
         if self._value.ended:
             self._take_value("".join(self._raw))
-            self._state = self._after_value
+            self._state = JsonCall._after_value
         return end
 
     def _take_value(self, raw: str) -> None:
@@ -189,7 +189,7 @@ class JsonCall:
     def _after_value(self, text: str, at: int) -> int:
         character, at = next_character(text, at)
         if character == ",":
-            self._state = self._member
+            self._state = JsonCall._member
             return at + 1
         if character == "}":
             return self._close(at)

@@ -31,10 +31,10 @@ class HermesParser(ToolCallParser):
     contradicted_by = ("<arg_key>", "<tool_calls>", "<tool_sep>")
 
     def _begin(self) -> None:
-        self._begin_json(self._closing)
+        self._begin_json(type(self)._closing)
 
     def _closing(self) -> bool:
-        return self._expect("</tool_call>", self._content)
+        return self._expect("</tool_call>", type(self)._content)
 
 
 class LlamaJsonParser(ToolCallParser):
@@ -46,10 +46,10 @@ class LlamaJsonParser(ToolCallParser):
 
     def __init__(self, tools: Tools, new_id: Callable[[], str]) -> None:
         super().__init__(tools, new_id)
-        self._state = self._at_call
+        self._state = type(self)._at_call
 
     def _begin(self) -> None:
-        self._begin_json(self._separator, declared=True)
+        self._begin_json(type(self)._separator, declared=True)
 
     def _at_call(self) -> bool:
         character, at = next_character(self._buffer)
@@ -57,7 +57,7 @@ class LlamaJsonParser(ToolCallParser):
             self._take_head(at)
             self._begin()
         elif character:
-            self._state = self._content
+            self._state = type(self)._content
         return bool(character)
 
     def _separator(self) -> bool:
@@ -66,7 +66,7 @@ class LlamaJsonParser(ToolCallParser):
             self._take_head(at + 1)
             self._begin()
         elif character:
-            self._state = self._at_call
+            self._state = type(self)._at_call
         return bool(character)
 
 
@@ -83,29 +83,29 @@ class MistralParser(ToolCallParser):
         self._value = ValueEnd("{")
 
     def _begin(self) -> None:
-        self._state = self._form
+        self._state = type(self)._form
 
     def _form(self) -> bool:
         character, at = next_character(self._buffer)
         if character == "[":
             self._take_head(at + 1)
-            self._begin_json(self._after_item)
+            self._begin_json(type(self)._after_item)
         elif character == "{":
-            self._begin_json(self._content)
+            self._begin_json(type(self)._content)
         elif character:
             self._take_head(at)
-            self._state = self._in_name
+            self._state = type(self)._in_name
         return bool(character)
 
     def _after_item(self) -> bool:
         character, at = next_character(self._buffer)
         if character == ",":
             self._take_head(at + 1)
-            self._begin_json(self._after_item)
+            self._begin_json(type(self)._after_item)
         elif character:
             if character == "]":
                 self._buffer = self._buffer[at + 1 :]
-            self._state = self._content
+            self._state = type(self)._content
         return bool(character)
 
     def _in_name(self) -> bool:
@@ -115,7 +115,7 @@ class MistralParser(ToolCallParser):
         self._name = self._buffer[:end]
         self._take_head(end)
         if 0 < len(self._name) <= MAX_NAME:
-            self._state = self._before_arguments
+            self._state = type(self)._before_arguments
         else:
             self._reject()
         return True
@@ -131,11 +131,11 @@ class MistralParser(ToolCallParser):
             self._buffer = stripped
             self._start(self._name)
             self._value = ValueEnd(mark)
-            self._state = self._arguments
+            self._state = type(self)._arguments
         else:
             self._take_head(len(self._buffer) - len(stripped) + len(mark))
             if mark == "[CALL_ID]":
-                self._state = self._call_id
+                self._state = type(self)._call_id
         return True
 
     def _call_id(self) -> bool:
@@ -143,7 +143,7 @@ class MistralParser(ToolCallParser):
         more = end < len(self._buffer)
         self._take_head(end)
         if more:
-            self._state = self._before_arguments
+            self._state = type(self)._before_arguments
         return more
 
     def _arguments(self) -> bool:
@@ -152,5 +152,5 @@ class MistralParser(ToolCallParser):
         self._buffer = self._buffer[end:]
         if not self._value.ended:
             return False
-        self._end(self._content)
+        self._end(type(self)._content)
         return True

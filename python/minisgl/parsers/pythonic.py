@@ -37,10 +37,10 @@ class PythonicParser(ToolCallParser):
     def __init__(self, tools: Tools, new_id: Callable[[], str]) -> None:
         super().__init__(tools, new_id)
         self._call = _Call(tools)
-        self._state = self._at_list
+        self._state = type(self)._at_list
 
     def _begin(self) -> None:
-        self._state = self._at_list
+        self._state = type(self)._at_list
 
     def _at_list(self) -> bool:
         character, at = next_character(self._buffer)
@@ -49,13 +49,13 @@ class PythonicParser(ToolCallParser):
         elif character and self._head:
             self._reject()
         elif character:
-            self._state = self._content
+            self._state = type(self)._content
         return bool(character)
 
     def _begin_call(self, end: int) -> None:
         self._take_head(end)
         self._call = _Call(self._tools)
-        self._state = self._in_call
+        self._state = type(self)._in_call
 
     def _in_call(self) -> bool:
         call = self._call
@@ -68,7 +68,7 @@ class PythonicParser(ToolCallParser):
         elif call.done:
             self._start(call.name)
             self._add(call.arguments)
-            self._end(self._after_item)
+            self._end(type(self)._after_item)
         else:
             return False
         return True
@@ -79,13 +79,13 @@ class PythonicParser(ToolCallParser):
             self._begin_call(at + 1)
         elif character == "]":
             self._buffer = self._buffer[at + 1 :]
-            self._state = self._closing
+            self._state = type(self)._closing
         elif character:
-            self._state = self._content
+            self._state = type(self)._content
         return bool(character)
 
     def _closing(self) -> bool:
-        return self._expect("<|python_end|>", self._content)
+        return self._expect("<|python_end|>", type(self)._content)
 
 
 class _Call:

@@ -18,7 +18,7 @@ import json
 from collections.abc import Callable, Mapping
 
 from minisgl.parsers.plain_values import ALL_TYPES, Allowance, typed, types_of
-from minisgl.parsers.streaming import find_first, possible_start
+from minisgl.parsers.streaming import State, find_first, possible_start
 from minisgl.parsers.tool_calls import ToolCallParser, Tools
 from minisgl.sampling_params import InvalidRequest
 
@@ -50,7 +50,7 @@ class QwenCoderParser(ToolCallParser):
             if shown := self._head.pop().removesuffix(_FUNCTION):
                 self._head.append(shown)
             self._buffer = _FUNCTION + self._buffer
-        self._state = self._in_function_tag
+        self._state = type(self)._in_function_tag
 
     def _in_function_tag(self) -> bool:
         name = self._tag(_FUNCTION)
@@ -64,7 +64,7 @@ class QwenCoderParser(ToolCallParser):
         self._function = name
         self._num_parameters = 0
         self._start(name)
-        self._state = self._between
+        self._state = type(self)._between
         return True
 
     def _tag(self, opening: str) -> str | None:
@@ -91,20 +91,20 @@ class QwenCoderParser(ToolCallParser):
         if tag is None:
             if any(tag.startswith(stripped) for tag in tags):
                 return False
-            self._end_call(self._content)
+            self._end_call(type(self)._content)
         elif tag == _PARAMETER:
-            self._state = self._in_parameter_tag
+            self._state = type(self)._in_parameter_tag
         elif tag == _FUNCTION_END:
             self._buffer = stripped[len(tag) :]
-            self._end_call(self._closing)
+            self._end_call(type(self)._closing)
         else:
-            self._end_call(self._closing)
+            self._end_call(type(self)._closing)
         return True
 
     def _closing(self) -> bool:
-        return self._expect(_CALL_END, self._content)
+        return self._expect(_CALL_END, type(self)._content)
 
-    def _end_call(self, then: Callable[[], bool]) -> None:
+    def _end_call(self, then: State) -> None:
         self._add("}" if self._num_parameters else "{}")
         self._end(then)
 
@@ -113,22 +113,22 @@ class QwenCoderParser(ToolCallParser):
         if key is None:
             return False
         if not key:
-            self._end_call(self._content)
+            self._end_call(type(self)._content)
             return True
         self._key = key
         self._add(f"{', ' if self._num_parameters else '{'}{json.dumps(key, ensure_ascii=False)}: ")
         self._num_parameters += 1
-        self._state = self._value_start
+        self._state = type(self)._value_start
         return True
 
     def _value_start(self) -> bool:
         self._buffer = self._buffer.removeprefix("\n")
         if self._value_types() == {"string"}:
             self._add('"')
-            self._state = self._string
+            self._state = type(self)._string
         else:
             self._value.clear()
-            self._state = self._typed_value
+            self._state = type(self)._typed_value
         return True
 
     def _string(self) -> bool:
@@ -136,7 +136,7 @@ class QwenCoderParser(ToolCallParser):
         self._add(json.dumps(text, ensure_ascii=False)[1:-1])
         if ended:
             self._add('"')
-            self._state = self._between
+            self._state = type(self)._between
         return ended
 
     def _typed_value(self) -> bool:
@@ -144,7 +144,7 @@ class QwenCoderParser(ToolCallParser):
         self._value.append(text)
         if ended:
             self._add(typed("".join(self._value), self._value_types()))
-            self._state = self._between
+            self._state = type(self)._between
         return ended
 
     def _until_end(self) -> tuple[str, bool]:
@@ -168,12 +168,12 @@ class QwenCoderParser(ToolCallParser):
         return self._types[place]
 
     def _finish(self) -> None:
-        if self._state in (self._between, self._in_parameter_tag):
-            self._end_call(self._content)
-        elif self._state == self._string:
+        if self._state in (type(self)._between, type(self)._in_parameter_tag):
+            self._end_call(type(self)._content)
+        elif self._state == type(self)._string:
             self._add(json.dumps(self._buffer, ensure_ascii=False)[1:-1])
             self._buffer = ""
-        elif self._state == self._typed_value:
+        elif self._state == type(self)._typed_value:
             self._add("".join(self._value) + self._buffer)
             self._buffer = ""
         super()._finish()

@@ -56,7 +56,7 @@ class ReasoningParser(StateParser):
     """Splits one answer into Reasoning and Content."""
 
     def __init__(self, form: ReasoningFormat, start: Place) -> None:
-        super().__init__(self._answer if start is Place.OUTSIDE else self._opening)
+        super().__init__(type(self)._answer if start is Place.OUTSIDE else type(self)._opening)
         self._form = form
         self.position = start
 
@@ -73,16 +73,16 @@ class ReasoningParser(StateParser):
         elif self._form.opening.startswith(stripped):
             return False
         if self.position is Place.INSIDE:
-            self._state = self._reasoning_start
+            self._state = type(self)._reasoning_start
         else:
             self.position = Place.OUTSIDE
-            self._state = self._answer
+            self._state = type(self)._answer
         return True
 
     def _reasoning_start(self) -> bool:
         self._buffer = self._buffer.lstrip("\n")
         if self._buffer:
-            self._state = self._reasoning
+            self._state = type(self)._reasoning
         return bool(self._buffer)
 
     def _reasoning(self) -> bool:
@@ -97,13 +97,13 @@ class ReasoningParser(StateParser):
             return False
         self._buffer = self._buffer[found + len(closing) :]
         self.position = Place.OUTSIDE
-        self._state = self._answer_start
+        self._state = type(self)._answer_start
         return True
 
     def _answer_start(self) -> bool:
         self._buffer = self._buffer.lstrip("\n")
         if self._buffer:
-            self._state = self._answer
+            self._state = type(self)._answer
         return bool(self._buffer)
 
     def _answer(self) -> bool:

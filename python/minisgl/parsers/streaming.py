@@ -9,7 +9,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,9 @@ class CallArguments:
 
 Event: TypeAlias = Content | Reasoning | CallStart | CallArguments
 
-State: TypeAlias = Callable[[], bool]  # consumes the start of the buffer; False: it needs more text
+# State of a parser: it consumes the start of the parser's buffer; False: it needs more text. It is a function of the
+# parser's class, because a bound method would refer to the parser: it would wait for the garbage collector.
+State: TypeAlias = Callable[[Any], bool]
 
 _NOT_SPACE = re.compile(r"\S")
 
@@ -94,7 +96,7 @@ class StateParser(ABC):
             self._spaces.clear()
 
     def _run(self) -> None:
-        while self._buffer and self._state():
+        while self._buffer and self._state(self):
             pass
 
     def _take_events(self) -> list[Event]:

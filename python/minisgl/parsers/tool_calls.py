@@ -35,7 +35,7 @@ class ToolCallParser(StateParser):
     contradicted_by: ClassVar[tuple[str, ...]] = ()  # texts of other forms that look like this one
 
     def __init__(self, tools: Tools, new_id: Callable[[], str]) -> None:
-        super().__init__(self._content)
+        super().__init__(type(self)._content)
         self._tools = tools
         self._new_id = new_id
         self._num_calls = 0
@@ -45,7 +45,7 @@ class ToolCallParser(StateParser):
         self._num_reread = 0
         self._after_call = False  # only white space came since the last call
         self._json = JsonCall()
-        self._after_json: State = self._content
+        self._after_json: State = type(self)._content
 
     def _finish(self) -> None:
         while self._head or self._raw:
@@ -100,7 +100,7 @@ class ToolCallParser(StateParser):
             head, raw = head + raw, ""
         self._say(head)
         self._buffer = raw + self._buffer
-        self._state = self._content
+        self._state = type(self)._content
 
     def _start(self, name: str) -> None:
         self._head.clear()
@@ -121,7 +121,7 @@ class ToolCallParser(StateParser):
         """Read a call as a JSON object, then continue with `then`. `declared`: only declared tools make it a call."""
         self._json = JsonCall(self._tools.keys() if declared else None)
         self._after_json = then
-        self._state = self._in_json
+        self._state = type(self)._in_json
 
     def _in_json(self) -> bool:
         call = self._json
