@@ -298,6 +298,18 @@ def test_a_replaced_text_may_come_in_pieces() -> None:
     assert pieces(make_decoder(tokenizer), ids) == ["", "b", "", "-", "-", "a", "", "-", "a"]
 
 
+def test_a_text_without_a_fast_way_may_continue_with_a_part_of_a_character() -> None:
+    tokenizer = small.llama()
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Replace("xy", "z")]
+    )
+    decoder = make_decoder(tokenizer)
+    assert isinstance(decoder, RedecodingDecoder)
+    stream = decoder.stream(True, continues=True)
+    ids = byte_ids(tokenizer, "llama", b"\xe4\xb8")
+    assert "".join([*map(stream.feed, ids), stream.flush()]) == REPLACEMENT * 2
+
+
 def test_text_without_a_fast_way_comes_with_its_token() -> None:
     tokenizer, decoder = pair("suffix")
     assert isinstance(decoder, RedecodingDecoder)

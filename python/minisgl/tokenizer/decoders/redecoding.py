@@ -29,8 +29,15 @@ class RedecodingDecoder(TableDecoder):
         self._bytes: dict[int, bytes] = {}
 
     def _find_anchors(self) -> list[int]:
-        """Return tokens that are one letter, the shortest token first: `a` before `a</w>`."""
-        short = [token_id for token_id, token in self._table.tokens.items() if len(token) <= MAX_ANCHOR]
+        """Return tokens that are one letter, the shortest token first: `a` before `a</w>`.
+
+        A byte token (`<0x61>`) is none, because it would be one run with the byte tokens after it.
+        """
+        short = [
+            token_id
+            for token_id, token in self._table.tokens.items()
+            if len(token) <= MAX_ANCHOR and token_id not in self.byte_of
+        ]
         short.sort(key=lambda token_id: (len(self._table.tokens[token_id]), token_id))
         with_letter = [token_id for token_id in short if any(map(str.isalnum, self._table.tokens[token_id]))]
         texts = {token_id: self.decode([token_id]).strip() for token_id in with_letter}
