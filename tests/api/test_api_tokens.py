@@ -223,6 +223,23 @@ def test_offsets_of_bytes_that_are_no_character() -> None:
     assert echo.text_offset == [0, 1, 2]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "offsets"),
+    [
+        ("ab c", [b" ab", b" c"], [0, 2]),
+        (" ab", [b"<s>", b"  ", b"ab"], [0, 0, 1]),
+        ("  ab", [b"  ", b" ab", b"c"], [0, 2, 4]),
+        (" ab", [b" ab", b"c"], [0, 3]),
+        ("  ab", [b"  ", b"ab"], [0, 2]),
+    ],
+)
+def test_a_space_that_the_tokenizer_adds_is_not_in_an_echoed_prompt(
+    prompt: str, tokens: list[bytes], offsets: list[int]
+) -> None:
+    echo = joined(TextLogprobsWriter(0).prompt(tokens[0], prompt, [position(token) for token in tokens[1:]]))
+    assert echo.text_offset == offsets
+
+
 @pytest.mark.parametrize(("skip", "offsets"), [(True, [0, 1, 1, 2]), (False, [0, 1, 5, 6])])
 def test_special_tokens_take_the_place_that_they_have_in_the_text(skip: bool, offsets: list[int]) -> None:
     parts = [position(b"a"), position(b"<s>!", special=True), position(b"b"), position(b"c")]

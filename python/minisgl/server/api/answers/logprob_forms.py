@@ -119,12 +119,14 @@ class TextLogprobsWriter:
         self._top = top
         self._skips_special = skip_special_tokens
         self._length = _Length()  # length of the text so far
+        self._may_add_space = True  # the prompt's text so far is spaces, all of which may be its own
 
     def prompt(self, first_token: bytes, text: str, positions: Iterable[PositionLogprobs]) -> Iterator[TextLogprobs]:
         """Yield the tokens of an echoed prompt, whose text is `text`; the first token has no probability."""
         yield TextLogprobs([token_text(first_token)], [None], [None], [0])
-        if _begins(text, first_token):  # it does not if the tokenizer put a special token before the text
-            self._length.add(first_token)
+        first = self._without_added_space(text, first_token)
+        if _begins(text, first):  # it does not if the tokenizer put a special token before the text
+            self._add_to_prompt(first)
         for some in slices(positions):
             yield self._write(some, text)
         self._length = _Length(len(text))
@@ -142,8 +144,15 @@ class TextLogprobsWriter:
             result.token_logprobs.append(value(chosen))
             result.top_logprobs.append(self._alternatives(position))
             result.text_offset.append(self._length.characters)
-            self._length.add(self._shown(position) if prompt is None else self._shown_in(prompt, position))
+            if prompt is None:
+                self._length.add(self._shown(position))
+            else:
+                self._add_to_prompt(self._shown_in(prompt, position))
         return result
+
+    def _add_to_prompt(self, shown: bytes) -> None:
+        self._length.add(shown)
+        self._may_add_space &= not shown.strip(b" ")
 
     def _shown(self, position: PositionLogprobs) -> bytes:
         """Return the token's bytes in the text of an answer."""
@@ -151,12 +160,22 @@ class TextLogprobsWriter:
 
     def _shown_in(self, prompt: str, position: PositionLogprobs) -> bytes:
         """Return the token's bytes in the prompt's text, which has only the special tokens that the client wrote."""
-        text, at = position.chosen.text, self._length.characters
-        if position.special and not prompt.startswith(text.decode(errors="replace"), at):
+        text = self._without_added_space(prompt, position.chosen.text)
+        if position.special and not prompt.startswith(text.decode(errors="replace"), self._length.characters):
             return b""
-        if at == 0 and text.startswith(b" ") and not prompt.startswith(" "):
-            return text[1:]  # some tokenizers add a space at the start of a text, and drop it when they decode
         return text
+
+    def _without_added_space(self, prompt: str, token: bytes) -> bytes:
+        """Return a token's bytes without the space that some tokenizers add at the start of a text.
+
+        It is the first space of a token, and so it may be found only after tokens of the text's own spaces.
+        """
+        if not self._may_add_space or not token.startswith(b" "):
+            return token
+        at = self._length.characters
+        found = not prompt.startswith(" ", at) or (not _begins(prompt, token, at) and _begins(prompt, token[1:], at))
+        self._may_add_space = not found
+        return token[1:] if found else token
 
     def _alternatives(self, position: PositionLogprobs) -> dict[str, float]:
         """Return the most likely tokens and the chosen one, by text; of tokens with the same text the most likely."""
@@ -184,9 +203,9 @@ class _Length:
         return self._complete + len(self._begun.decode(errors="replace"))
 
 
-def _begins(text: str, token: bytes) -> bool:
-    """Return True if the text begins with this token, which may be a part of a character or invalid UTF-8."""
-    return text[: len(token)].encode().startswith(token) or text.startswith(token.decode(errors="replace"))
+def _begins(text: str, token: bytes, at: int = 0) -> bool:
+    """Return True if the token, which may be a part of a character or invalid UTF-8, is in the text at this place."""
+    return text[at : at + len(token)].encode().startswith(token) or text.startswith(token.decode(errors="replace"), at)
 
 
 def mean_logprob(positions: Iterable[PositionLogprobs]) -> float:
