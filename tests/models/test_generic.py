@@ -147,6 +147,10 @@ def test_quantized_weights_that_do_not_fit(tmp_path: Path) -> None:
     save_file(tensors, quantized / "model.safetensors")
     raw = json.loads((quantized / "config.json").read_text())
     (quantized / "config.json").write_text(json.dumps({**raw, "quantization_config": None}))
+    with pytest.raises(WeightError, match=r"\.weight_scale: config\.json has no quantization_config that says how"):
+        by_transformers(quantized)
+    scales = [name for name in tensors if name.endswith("weight_scale")]
+    save_file({name: tensors[name] for name in tensors if name not in scales}, quantized / "model.safetensors")
     with pytest.raises(WeightError, match=r"_proj\.weight is stored as F8_E4M3, and config\.json does not say how"):
         by_transformers(quantized)
 

@@ -451,6 +451,14 @@ def test_gptq_v2_by_the_newer_key(pair: Callable[[str], Pair], tmp_path: Path) -
     assert_same(load(folder), load(plain))
 
 
+def test_quantized_tensors_without_a_description(pair: Callable[[str], Pair], tmp_path: Path) -> None:
+    folder = changed(pair("awq")[0], tmp_path, {})
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, "quantization_config": None}))
+    with pytest.raises(WeightError, match=r"\.qweight: config\.json has no quantization_config that says how to read"):
+        load(folder)
+
+
 def test_dtypes_are_checked_before_anything_is_read(
     pair: Callable[[str], Pair], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,6 +44,11 @@ class QuantizedTensors:
     modules: set[str] = field(default_factory=set)  # modules of the matrices
 
 
+def is_of_quantized(name: str) -> bool:
+    """Return True for the name of a tensor that only a quantized module has."""
+    return name.rpartition(".")[2] in _MARKS
+
+
 def find_quantized(tensors: Mapping[str, StoredTensor], quantization: Quantization) -> QuantizedTensors:
     """Return the quantized matrices of a checkpoint. Raises ValueError, which names the module, if one does not fit."""
     found = QuantizedTensors()

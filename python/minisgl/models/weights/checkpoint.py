@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minisgl.models.config.model_config import CheckpointNames, WeightError
 from minisgl.models.hub import checkpoint_files
-from minisgl.quantization.dequantize import QuantizedTensors, find_quantized
+from minisgl.quantization.dequantize import QuantizedTensors, find_quantized, is_of_quantized
 from minisgl.quantization.kv_scales import read_kv_scales, weight_factors
 from minisgl.quantization.levels import LevelFormat, Levels
 from minisgl.quantization.matrix import QuantizedMatrix
@@ -81,7 +81,11 @@ class Checkpoint:
             logger.info("%d tensors that plain text does not need are left out: %s", len(left_out), prefixes)
         self._quantized = QuantizedTensors()
         self.zero_biases: set[str] = set()  # names of biases that a model without biases may leave out
-        if quantization is not None:
+        if quantization is None:
+            undescribed = next(filter(is_of_quantized, stored), None)
+            if undescribed is not None:
+                raise WeightError(f"{undescribed}: config.json has no quantization_config that says how to read it")
+        else:
             try:
                 self._quantized = find_quantized(stored, quantization)
             except ValueError as error:
