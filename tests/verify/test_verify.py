@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from minisgl.verify.__main__ import main
 from minisgl.verify.compare import Run, common_length, compare_rows, tolerance
 from minisgl.verify.prompt_texts import make_prompts
+from models.quantized import save_quantized
 from models.tiny import VOCAB, make_model
 from support.tiny_tokenizer import save_byte_tokenizer
 
@@ -203,6 +205,20 @@ def test_weights_that_transformers_cannot_load_are_no_difference(
     (tmp_path / "broken" / "model.safetensors").write_bytes(b"x" * 16)
     assert main([str(tiny), "--reference", str(tmp_path / "broken"), *QUICK]) == 2
     assert "error: transformers cannot load" in capsys.readouterr().err
+
+
+def test_a_format_that_transformers_does_not_know_is_no_difference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], verify: Callable[..., tuple[int, dict[str, Any]]]
+) -> None:
+    """Of a quant_method that it does not know transformers takes the stored bits for values."""
+    quantized, plain = save_quantized(tmp_path, "qwen3", "modelopt")
+    for folder in (quantized, plain):
+        save_byte_tokenizer(folder, VOCAB)
+    assert main([str(quantized), *QUICK]) == 2
+    assert re.search(
+        r"error: transformers does not know .*_proj\.weight_scale and .* --reference", capsys.readouterr().err
+    )
+    assert verify(str(quantized), "--reference", str(plain))[0] == 0
 
 
 def test_a_reference_with_a_smaller_vocabulary_is_no_difference(

@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minisgl.config import ConfigError
-from minisgl.error_text import in_one_line
+from minisgl.error_text import abridged, in_one_line
 from minisgl.models.generic.load import loading_by_transformers
+from minisgl.quantization.dequantize import is_of_quantized
 from minisgl.verify.compare import compare_rows
 from minisgl.verify.prompt_texts import NamedPrompt
 
@@ -110,14 +111,22 @@ def _load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM
 
     with loading_by_transformers(folder):
-        model = AutoModelForCausalLM.from_pretrained(
+        model, info = AutoModelForCausalLM.from_pretrained(
             str(folder),
             dtype=dtype,
             attn_implementation="eager",
             experts_implementation=_experts(folder, dtype),
             local_files_only=True,
+            output_loading_info=True,
         )
-        return model.to(device).eval()
+        model = model.to(device).eval()
+    left_out = sorted(filter(is_of_quantized, info["unexpected_keys"]))
+    if left_out:
+        raise ConfigError(
+            f"transformers does not know how the weights in {folder} are quantized: it leaves out "
+            f"{abridged(left_out)}; name dequantized ones by --reference"
+        )
+    return model
 
 
 def _experts(folder: Path, dtype: torch.dtype) -> str | None:
