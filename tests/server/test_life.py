@@ -19,9 +19,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 import zmq
+from safetensors.torch import load_file, save_file
 
 from minisgl.server.supervisor import REPEAT_SECONDS
+from models.quantized import save_quantized
 from models.tiny import VOCAB, make_model
 from support.server import PATIENCE, Server, is_alive, wait_until, worker_pids, worker_processes
 from support.tiny_tokenizer import save_byte_tokenizer
@@ -138,6 +141,17 @@ def test_a_start_that_fails_says_why_in_one_line(name: str, folder: Path, tmp_pa
     make, words = FAILURES[name]
     line = run_to_failure(*make(folder, tmp_path))
     assert any(word in line for word in words.split("|")), line
+
+
+def test_a_weight_that_only_the_second_rank_reads_is_named(tmp_path: Path) -> None:
+    """The other rank notices only that this one is gone, and adds nothing."""
+    quantized, _ = save_quantized(tmp_path, "llama", "awq")
+    save_byte_tokenizer(quantized, VOCAB)
+    tensors = load_file(quantized / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.scales"][0, -1] = torch.nan
+    save_file(tensors, quantized / "model.safetensors")
+    line = run_to_failure("--model", str(quantized), "--device", "cpu", "--tp", "2")
+    assert line.endswith("up_proj.weight: scales has a value that is infinite or not a number")
 
 
 def test_a_port_in_use_is_noticed_first(folder: Path) -> None:

@@ -23,10 +23,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from minisgl.config import ConfigError
 from minisgl.distributed.group import TPGroup, meet, side_by_side
 
 _SLOT_BYTES = 1 << 20  # larger tensors are sent in pieces
 _POLL = 0.02  # seconds to wait for a connection between calls of `check`
+
+
+class RankGone(ConfigError, RuntimeError):
+    """Another rank's process has ended, and has said why."""
 
 
 class SharedMemoryTP(TPGroup):
@@ -131,16 +136,16 @@ class SharedMemoryTP(TPGroup):
             try:
                 peer.send(b"\0")
             except OSError as error:
-                raise RuntimeError(f"rank {rank} is gone: {error.strerror}") from error
+                raise RankGone(f"rank {rank} is gone: {error.strerror}") from error
         for rank, peer in self._peers.items():
             try:
                 came = peer.recv(1)
             except BlockingIOError:
                 raise RuntimeError(f"rank {rank} did not come to a collective in {self._timeout_s:.0f} s") from None
             except OSError as error:
-                raise RuntimeError(f"rank {rank} is gone: {error.strerror}") from error
+                raise RankGone(f"rank {rank} is gone: {error.strerror}") from error
             if not came:
-                raise RuntimeError(f"rank {rank} is gone")
+                raise RankGone(f"rank {rank} is gone")
         return list(slots)
 
 
@@ -161,7 +166,7 @@ def _map(rank: int, peers: Mapping[int, socket.socket], size: int) -> mmap.mmap:
     else:
         _, files, _, _ = socket.recv_fds(peers[0], 1, 1)
         if not files:
-            raise RuntimeError("rank 0 is gone")
+            raise RankGone("rank 0 is gone")
         (file,) = files
     try:
         return mmap.mmap(file, size)
