@@ -442,6 +442,16 @@ def test_groups_in_another_order_have_their_index() -> None:
         find_quantized(stored, quantization)
 
 
+def test_groups_that_stay_in_order_need_no_index(pair: Callable[[str], Pair], tmp_path: Path) -> None:
+    """desc_act with static_groups changes the order in which columns are rounded alone."""
+    quantized, plain = pair("gptq")
+    indices = [name for name in load_file(quantized / "model.safetensors") if name.endswith("g_idx")]
+    folder = changed(quantized, tmp_path, dict.fromkeys(indices))
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace('"desc_act": false', '"desc_act": true, "static_groups": true'))
+    assert_same(load(folder), load(plain))
+
+
 def test_gptq_v2_by_the_newer_key(pair: Callable[[str], Pair], tmp_path: Path) -> None:
     """GPTQModel writes `format`; `checkpoint_format` is its older name."""
     quantized, plain = pair("gptq v2")

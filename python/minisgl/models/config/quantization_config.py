@@ -162,8 +162,9 @@ def _read_fp8(fields: _Fields) -> Quantization:
 def _read_awq(fields: _Fields) -> Quantization:
     fields.one_of(fields.key_of("bits", "w_bit"), (4,))
     fields.one_of("zero_point", (True,), True)
-    for key in ("version", "format", "checkpoint_format"):  # the last two as GPTQModel writes it
-        fields.one_of(key, ("gemm", "GEMM"), "gemm")
+    fields.one_of("version", ("gemm", "GEMM"), "gemm")
+    for key in ("format", "checkpoint_format"):  # as GPTQModel names it
+        fields.one_of(key, ("gemm", "awq"), "gemm")
     group_size = fields.one_of(fields.key_of("group_size", "q_group_size"), _GROUP_SIZES)
     return Quantization("awq", (((), AwqWeights(group_size)),), _left_out(fields))
 
@@ -173,7 +174,8 @@ def _read_gptq(fields: _Fields) -> Quantization:
     group_size = fields.one_of("group_size", _GROUP_SIZES)
     layout = fields.one_of(fields.key_of("checkpoint_format", "format"), ("gptq", "gptq_v2"), "gptq")
     fields.neutral("is_marlin_format", "adapter")
-    reordered = fields.one_of("desc_act", (True, False), False) and group_size != -1
+    in_order = group_size == -1 or fields.one_of("static_groups", (True, False), False)
+    reordered = fields.one_of("desc_act", (True, False), False) and not in_order
     scheme = GptqWeights(bits, group_size, zero_offset=1 if layout == "gptq" else 0, reordered=reordered)
     return Quantization("gptq", (((), scheme),), _left_out(fields))
 
