@@ -157,6 +157,9 @@ def test_token_limits_and_ignore_eos_within_a_grammar(llm: LLM) -> None:
     assert (beyond["finish_reason"], len(beyond["text"])) == ("stop", 6), "a complete grammar ends before min_tokens"
     (impossible,) = llm.generate(["x"], SamplingParams(max_tokens=20, grammar=letters, allowed_token_ids=(99,)))
     assert impossible["finish_reason"] == "error"
+    text = llm.tokenizer.decode(impossible["token_ids"])  # of the token in place of one that is allowed
+    (hidden,) = llm.generate(["x"], SamplingParams(grammar=letters, allowed_token_ids=(99,), stop=(text,)))
+    assert (hidden["finish_reason"], hidden["text"]) == ("error", ""), "a stop string does not hide the error"
     llm.check_idle()
 
 

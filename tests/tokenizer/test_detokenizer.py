@@ -164,6 +164,17 @@ def test_a_stop_string_may_begin_before_min_tokens(end: str) -> None:
         assert (last.text, last.finish) == ("ba", "length")
 
 
+@pytest.mark.parametrize("include_stop", [False, True])
+def test_a_stop_string_does_not_hide_an_error(include_stop: bool) -> None:
+    """A token that no grammar allows is no text."""
+    detokenizer = Detokenizer(DECODER)
+    detokenizer.apply(step(opened={1: TextOptions(stop=("b",), include_stop=include_stop)}))
+    a, b = ids_of("ab")
+    end = End(1, "error", stop_token=b, cause="no_allowed_token")
+    (delta,), stopped = detokenizer.apply(step((1, a), (1, b), ended=[end]))
+    assert (delta.text, delta.finish, delta.cause, stopped) == ("a", "error", "no_allowed_token", [])
+
+
 def positions(piece: OutputDelta) -> list[PositionLogprobs]:
     return list(unpack_positions([piece.logprobs]))
 

@@ -28,7 +28,7 @@ class End(msgspec.Struct, frozen=True, array_like=True):
 
     seq_id: int
     reason: FinishReason
-    stop_token: int | None = None  # token that ended it, which is not part of the text
+    stop_token: int | None = None  # token that ended it or broke its grammar, which is not part of the text
     cause: ErrorCause | None = None  # of an error, if it is one of these
 
 

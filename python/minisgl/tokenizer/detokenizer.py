@@ -77,13 +77,16 @@ class Detokenizer:
         return list(deltas.values()), stopped
 
     def _tokens_with_text(self, step: StepOutput) -> list[int]:
-        """Return the step's token ids; a stop token is replaced by NO_TEXT_ID unless the request includes it."""
+        """Return the step's token ids, with NO_TEXT_ID in place of tokens that end a sequence and are no text.
+
+        These are stop tokens, unless the request includes them, and tokens that break a grammar, which are an error.
+        """
         tokens: list[int] = unpack_ids(step.tokens).tolist()
-        ended_by_token = {end.seq_id for end in step.ended if end.stop_token is not None}
+        ended_by_token = {end.seq_id: end.reason for end in step.ended if end.stop_token is not None}
         if ended_by_token:
             last = {seq_id: index for index, seq_id in enumerate(step.seq_ids)}
-            for seq_id in ended_by_token & last.keys() & self._running.keys():
-                if not self._running[seq_id].include_stop:
+            for seq_id in ended_by_token.keys() & last.keys() & self._running.keys():
+                if ended_by_token[seq_id] == "error" or not self._running[seq_id].include_stop:
                     tokens[last[seq_id]] = NO_TEXT_ID
         return tokens
 

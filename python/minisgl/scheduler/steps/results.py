@@ -82,7 +82,7 @@ class StepResults:
             request = self._table.request(int(slots[row]))
             status = by_grammar.get(row)
             if status is not None and status in ERRORS:
-                self._requests.end(request, "error", cause=ERRORS[status])
+                self._requests.end(request, "error", stop_token=int(tokens[row]), cause=ERRORS[status])
             elif stop[row]:
                 self._requests.end(request, "stop", stop_token=int(tokens[row]))
             elif status is not None:
