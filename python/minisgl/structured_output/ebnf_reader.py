@@ -181,13 +181,17 @@ class _Parser:
         return item
 
     def _bounds(self, token: re.Match[str]) -> tuple[int, int | None]:
-        least = int(token["least"])
-        most = least if token["comma"] is None else int(token["most"]) if token["most"] else None
-        if max(least, most or 0) > MAX_REPETITION:
-            raise self._error(token.start(), f"at most {MAX_REPETITION} repetitions are supported")
+        least = self._number(token, "least")
+        most = least if token["comma"] is None else self._number(token, "most") if token["most"] else None
         if most is not None and most < least:
             raise self._error(token.start(), f"{token[0]} allows no number of repetitions")
         return least, most
+
+    def _number(self, token: re.Match[str], group: str) -> int:
+        digits = token[group].lstrip("0") or "0"
+        if len(digits) > len(str(MAX_REPETITION)) or int(digits) > MAX_REPETITION:
+            raise self._error(token.start(), f"at most {MAX_REPETITION} repetitions are supported")
+        return int(digits)
 
     def _characters(self, token: re.Match[str]) -> list[str]:
         """Return the characters between the token's quotes or brackets, with escapes resolved."""
