@@ -173,6 +173,7 @@ def test_a_stop_string_does_not_hide_an_error(include_stop: bool) -> None:
     end = End(1, "error", stop_token=b, cause="no_allowed_token")
     (delta,), stopped = detokenizer.apply(step((1, a), (1, b), ended=[end]))
     assert (delta.text, delta.finish, delta.cause, stopped) == ("a", "error", "no_allowed_token", [])
+    assert delta.stop_reason is None
 
 
 def positions(piece: OutputDelta) -> list[PositionLogprobs]:

@@ -141,7 +141,8 @@ class _Sequence:
             text += self.matcher.flush()
         if stop is not None:
             return OutputDelta(end.seq_id, ids, shown + text, "stop", self.cached_tokens, stop, admitted=self.admitted)
-        last = OutputDelta(end.seq_id, ids, shown + text, end.reason, self.cached_tokens, end.stop_token)
+        stop_token = end.stop_token if end.reason == "stop" else None
+        last = OutputDelta(end.seq_id, ids, shown + text, end.reason, self.cached_tokens, stop_token)
         return msgspec.structs.replace(last, cause=end.cause, admitted=self.admitted)
 
 
