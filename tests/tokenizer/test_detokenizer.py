@@ -176,6 +176,14 @@ def test_a_stop_string_does_not_hide_an_error(include_stop: bool) -> None:
     assert delta.stop_reason is None
 
 
+def test_the_rest_of_a_failed_text_is_no_stop_string() -> None:
+    detokenizer = Detokenizer(DECODER)
+    detokenizer.apply(step(opened={1: TextOptions(stop=("\ufffd",))}))
+    detokenizer.apply(step((1, ids_of("世")[0])))
+    (delta,), stopped = detokenizer.apply(step(ended=[End(1, "error", cause="logits_not_finite")]))
+    assert (delta.finish, delta.cause, stopped) == ("error", "logits_not_finite", [])
+
+
 def positions(piece: OutputDelta) -> list[PositionLogprobs]:
     return list(unpack_positions([piece.logprobs]))
 

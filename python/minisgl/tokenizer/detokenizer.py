@@ -139,7 +139,7 @@ class _Sequence:
         if self.matcher is not None:
             text, stop = self.match(text, 0)
             text += self.matcher.flush()
-        if stop is not None:
+        if stop is not None and end.reason != "error":
             return OutputDelta(end.seq_id, ids, shown + text, "stop", self.cached_tokens, stop, admitted=self.admitted)
         stop_token = end.stop_token if end.reason == "stop" else None
         last = OutputDelta(end.seq_id, ids, shown + text, end.reason, self.cached_tokens, stop_token)
