@@ -9,9 +9,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 from minisgl import LLM, SamplingParams
 from minisgl.config import ConfigError
+from minisgl.engine.engine import Engine
 from support.server import PATIENCE
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -59,7 +61,19 @@ def cannot_start_it(tp_size: int, keep: Callable[[LLM], None]) -> list[list[int]
     raise AssertionError("a context of 2^30 tokens was accepted")
 
 
-WAYS = {way.__name__: way for way in (exits, exits_in_a_call, frees_it, cannot_start_it)}
+def cannot_end_its_start(tp_size: int, keep: Callable[[LLM], None]) -> list[list[int]]:
+    """Ctrl-C comes when its graphs have been captured, on a GPU; a second LLM follows."""
+    with patch.object(Engine, "_step_cost", side_effect=KeyboardInterrupt):
+        try:
+            make(tp_size)
+        except KeyboardInterrupt:
+            pass
+        else:
+            raise AssertionError("the start was not interrupted")
+    return exits(tp_size, keep)
+
+
+WAYS = {way.__name__: way for way in (exits, exits_in_a_call, frees_it, cannot_start_it, cannot_end_its_start)}
 
 
 def run_unclosed(tp_size: int, way: str) -> list[list[int]]:

@@ -91,7 +91,12 @@ class Engine:
         # Output of the forward whose sampling has not been launched yet.
         self._output: Callable[[], ForwardOutput] | None = None
         self._graphs = self._capture_graphs(start, sizes)
-        self.step_cost: StepCost | None = self._step_cost(parts, launching)
+        try:
+            self.step_cost: StepCost | None = self._step_cost(parts, launching)
+        except BaseException:
+            if self._graphs is not None:
+                self._graphs.close()  # as in `close`
+            raise
 
     # --- parts of the start -----------------------------------------------------------------------------------
 

@@ -44,8 +44,12 @@ class Graphs:
 
     def __init__(self, runner: StepRunner, sizes: GraphSizes, captured: Callable[[], object]) -> None:
         self._memory = GraphMemory(captured)
-        self._prefill = PrefillGraphs(runner, sizes.prefill, self._memory) if sizes.prefill else None
-        self._decode = DecodeGraphs(runner, sizes.decode, self._memory)
+        try:
+            self._prefill = PrefillGraphs(runner, sizes.prefill, self._memory) if sizes.prefill else None
+            self._decode = DecodeGraphs(runner, sizes.decode, self._memory)
+        except BaseException:
+            self.close()  # the traceback refers to those that there are, as in `Engine.close`
+            raise
 
     def close(self) -> None:
         """Free the graphs, none of which may be replayed any more."""
@@ -87,13 +91,13 @@ class GraphMemory:
         """
         run()  # libraries allocate workspaces at their first call, which must not be captured
         graph = torch.cuda.CUDAGraph()
+        self._graphs.append(graph)  # before an exception may end its capture
         with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream()):
             result = run()
-        self._graphs.append(graph)
         return graph, result
 
     def free_graphs(self) -> None:
-        """Free all graphs that were captured."""
+        """Free all graphs."""
         for graph in self._graphs:
             graph.reset()
 
