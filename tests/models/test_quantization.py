@@ -442,6 +442,16 @@ def test_groups_in_another_order_have_their_index() -> None:
         find_quantized(stored, quantization)
 
 
+@pytest.mark.parametrize(("name", "shape"), [("compressed int8", (192, 1)), ("compressed int4", (192, 6))])
+def test_zero_points_of_symmetric_weights_are_zero(
+    pair: Callable[[str], Pair], tmp_path: Path, name: str, shape: tuple[int, int]
+) -> None:
+    """The first versions of compressed-tensors wrote them."""
+    quantized, plain = pair(name)
+    zeros = {"model.layers.0.self_attn.o_proj.weight_zero_point": torch.zeros(shape, dtype=torch.int8)}
+    assert_same(load(changed(quantized, tmp_path, zeros)), load(plain))
+
+
 def test_groups_that_stay_in_order_need_no_index(pair: Callable[[str], Pair], tmp_path: Path) -> None:
     """desc_act with static_groups changes the order in which columns are rounded alone."""
     quantized, plain = pair("gptq")

@@ -104,11 +104,15 @@ class _Parts:
         return self.optional(leaf, _INDICES)
 
     def zero_point(self, dtypes: tuple[str, ...], *, stored: bool) -> StoredTensor | None:
-        """Return zero points of compressed-tensors, which are there if the config calls the weights not symmetric."""
+        """Return zero points of compressed-tensors, which are there if the config calls the weights not symmetric.
+
+        The library's first versions, up to May 2024, wrote those of symmetric weights, too: zeros in 8 bits.
+        """
         if stored:
             return self.required("weight_zero_point", dtypes, why=", but config.json has symmetric false")
-        if self.optional("weight_zero_point", dtypes) is not None:
-            self.fail("weight_zero_point is there, but config.json calls the weights symmetric")
+        zeros = self.optional("weight_zero_point", ("I8", *dtypes))
+        if zeros is not None and zeros.read().float().any():
+            self.fail("weight_zero_point is there and not zero, but config.json calls the weights symmetric")
         return None
 
     def fail(self, why: str) -> NoReturn:
