@@ -61,6 +61,7 @@ CASES: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any]]] = {
         {"eos_token": {"__type": "AddedToken", "content": "<|im_end|>", "lstrip": True, "rstrip": True}},
     ),
     "split": (LISTED, {"split_special_tokens": True}),
+    "a key that means nothing": (LISTED, {"added_tokens": ["<|im_end|>"]}),
     "another name": ({}, {"turn_token": "<|im_end|>"}),
     "additional": ({}, {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}),
     "additional, not special": ({"<think>": {"special": False}}, {"additional_special_tokens": ["<think>"]}),

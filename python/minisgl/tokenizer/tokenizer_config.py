@@ -29,6 +29,7 @@ def load_tokenizer_config(folder: Path) -> dict[str, Any]:
     added_tokens.json, an older form of that list, is read too: its content becomes the value of "added_tokens".
     """
     config = _load_json(folder / "tokenizer_config.json")
+    config.pop("added_tokens", None)  # means nothing in this file
     if "added_tokens_decoder" in config:
         return config
     named = _load_json(folder / "special_tokens_map.json")
