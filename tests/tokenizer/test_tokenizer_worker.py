@@ -146,7 +146,7 @@ def test_bad_words_become_ids_with_and_without_a_space(tokenizer: TextTokenizer)
 
 def test_bad_words_are_added_to_those_given_as_ids(tokenizer: TextTokenizer) -> None:
     word = tuple(tokenizer.encode("ab", add_special_tokens=False).tolist())
-    params = SamplingParams(bad_words=("ab",), bad_words_ids=((3, 4), word))
+    params = SamplingParams(bad_words=("ab",), bad_words_ids=[[3, 4], word])  # type: ignore[arg-type, list-item]
     first, second, *others = resolve_bad_words(params, tokenizer, 1000).bad_words_ids
     assert (first, second) == ((3, 4), word)
     assert len(others) == 1

@@ -183,7 +183,7 @@ def resolve_bad_words(sampling: SamplingParams, tokenizer: TextTokenizer, vocab_
     if not sampling.bad_words:
         return sampling
     spellings = [spelling for word in sampling.bad_words for spelling in (word, f" {word.lstrip()}")]
-    found = dict.fromkeys(sampling.bad_words_ids)  # an ordered set
+    found = dict.fromkeys(map(tuple, sampling.bad_words_ids))  # an ordered set; `LLM` takes lists, too
     for spelling in spellings:
         ids = tuple(tokenizer.encode(spelling, add_special_tokens=False, field="bad_words").tolist())
         if not 0 < len(ids) <= MAX_BAD_WORD_TOKENS:
