@@ -254,6 +254,25 @@ def test_models_that_cannot_be_paged_are_refused_by_name(kind: str, why: str, tm
         load_model_config(tmp_path)
 
 
+def test_a_mistral_with_layer_types_is_probed_as_the_ministral_that_transformers_loads(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {**SIZES, "num_key_value_heads": 2, "sliding_window": 5}
+    made = AutoModelForCausalLM.from_config(CONFIG_MAPPING["mistral"](**sizes))
+    made.config.architectures = ["MistralForCausalLM"]
+    made.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    types = ["sliding_attention", "full_attention"] * (raw["num_hidden_layers"] // 2)
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "layer_types": types}))
+    config = load_model_config(tmp_path, implementation="transformers")
+    assert config.windows == (5, None) * (len(types) // 2)
+    ours = load_model(config, tmp_path, tp=SingleRank(), dtype=torch.float32, device=torch.device("cpu"))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    harness, prompt = Harness(ours), PROMPTS[0]
+    logits = harness.step([(harness.add(prompt), len(prompt))])
+    with torch.inference_mode():
+        assert (logits[0] - theirs(torch.tensor([prompt])).logits[0, -1]).abs().max() < 1e-4
+
+
 def test_a_model_that_is_no_causal_language_model_is_refused_in_one_sentence(tmp_path: Path) -> None:
     """transformers' own error names hundreds of classes."""
     kind = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava"}

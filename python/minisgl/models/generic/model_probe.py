@@ -24,6 +24,8 @@ def hf_config(content: str) -> Any:
 
     raw = json.loads(content)
     kind = raw.get("model_type")
+    if kind == "mistral" and "layer_types" in raw:
+        kind = "ministral"  # as transformers loads it
     if kind not in CONFIG_MAPPING:
         raise UnsupportedModel(f"transformers does not know the model_type {kind!r} either")
     return CONFIG_MAPPING[kind].from_dict(raw)
