@@ -273,6 +273,16 @@ def test_a_mistral_with_layer_types_is_probed_as_the_ministral_that_transformers
         assert (logits[0] - theirs(torch.tensor([prompt])).logits[0, -1]).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("kv_heads", [3, 8])
+def test_kv_heads_that_do_not_divide_the_heads_are_refused(kv_heads: int, tmp_path: Path) -> None:
+    """Such as a family's default beside fewer heads."""
+    config = CONFIG_MAPPING["starcoder2"](**SIZES, num_key_value_heads=kv_heads)
+    config.architectures = ["Starcoder2ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=f"4 query heads are not a multiple of {kv_heads} KV heads"):
+        load_model_config(tmp_path)
+
+
 def test_a_model_that_is_no_causal_language_model_is_refused_in_one_sentence(tmp_path: Path) -> None:
     """transformers' own error names hundreds of classes."""
     kind = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava"}

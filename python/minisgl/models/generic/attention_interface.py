@@ -102,6 +102,8 @@ class Probe:
             raise UnsupportedModel("a layer attends twice")
         if v.shape[:3] != k.shape[:3] or k.shape[2] != q.shape[2]:
             raise UnsupportedModel("keys and values are of other tokens or heads than one another or the queries")
+        if heads % k.shape[1]:
+            raise UnsupportedModel(f"{heads} query heads are not a multiple of {k.shape[1]} KV heads")
         if k.shape[3] != head_dim or v.shape[3] > head_dim:
             raise UnsupportedModel("keys are of another size than queries, or values of a larger one")
         if not (options.get("is_causal") or getattr(module, "is_causal", True)):
