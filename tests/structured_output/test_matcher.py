@@ -174,6 +174,25 @@ def test_a_vocabulary_larger_than_the_models_logits(drawer: Drawer) -> None:
     assert (mask == whole[: len(mask)]).all()
 
 
+@pytest.mark.parametrize("vocab_size", [300, 320])
+def test_ids_that_the_model_lacks_are_no_other_continuation(drawer: Drawer, vocab_size: int) -> None:
+    """A stop id that is the only token which the model can choose stays allowed, and so does an end with ignore_eos."""
+    letter, other = ids_of(drawer, "a", "b")
+    beyond = drawer.tokenizer.get_vocab_size() - 1
+    row = np.zeros(-(-(beyond + 1) // 32), dtype=np.int32)
+    bits = row.view(np.uint32)
+    for stops, ignore_eos, eos in (((letter,), False, other), ((), True, letter)):
+        small = GrammarMatchers(lambda: drawer.tokenizer, vocab_size=vocab_size, eos_token_ids=[eos], threads=1)
+        sampling = SamplingParams(grammar=Grammar("regex", "ab"), stop_token_ids=stops, ignore_eos=ignore_eos)
+        matcher = small.start(sampling)
+        assert matcher.followed is not None
+        row[:] = 0
+        for token in (letter, beyond):
+            bits[token // 32] |= np.uint32(1 << token % 32)
+        matcher.adjust(row, matcher.followed, vocab_size)
+        assert bits[letter // 32] >> np.uint32(letter % 32) & 1
+
+
 def test_a_tokenizer_that_llguidance_cannot_use_fails_requests_and_nothing_else() -> None:
     def load() -> Tokenizer:
         return Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, "[UNK]"))

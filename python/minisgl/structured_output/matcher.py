@@ -105,19 +105,22 @@ class GrammarMatcher:
         may_end = token in self._stop_ids and followed.is_accepting()
         return not may_end and not followed.validate_tokens([token]) and not followed.is_error()
 
-    def adjust(self, row: Int32Array, followed: LLMatcher) -> None:
-        """Change llguidance's row of the bitmask, int32[words], by the rules about ids that end the request."""
+    def adjust(self, row: Int32Array, followed: LLMatcher, vocab_size: int) -> None:
+        """Change llguidance's row of the bitmask, int32[words], by the rules about ids that end the request.
+
+        The row may have ids beyond `vocab_size`, which the model cannot choose.
+        """
         if self._own_stop_ids:
             kept = row.copy()
             for token in self._own_stop_ids:
                 _set_bit(row, token, _may_end_with(token, followed, is_allowed=_has_bit(row, token)))
-            if not row.any():
+            if not _has_any_bit(row, vocab_size):
                 row[:] = kept
         if self._avoided:
             kept = row.copy()
             for token in self._avoided:
                 _set_bit(row, token, False)
-            if not row.any():
+            if not _has_any_bit(row, vocab_size):
                 row[:] = kept
 
 
@@ -132,6 +135,7 @@ class GrammarMatchers:
         self, load: Callable[[], Tokenizer], *, vocab_size: int, eos_token_ids: Sequence[int], threads: int = 0
     ) -> None:
         self._eos_token_ids = frozenset(eos_token_ids)
+        self._vocab_size = vocab_size
         self._threads = threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
         self._automata = Automata(load, vocab_size=vocab_size, eos_token_ids=self._eos_token_ids, threads=self._threads)
         self._fillers: LLExecutor | None = None
@@ -181,7 +185,7 @@ class GrammarMatchers:
                 if matcher.followed is not None:
                     matcher.followed.unsafe_compute_mask_ptr(bitmask[row].ctypes.data, bitmask[row].nbytes)
             if matcher.followed is not None and not matcher.is_plain:
-                matcher.adjust(bitmask[row], matcher.followed)
+                matcher.adjust(bitmask[row], matcher.followed, self._vocab_size)
 
     def _advance(self, matcher: GrammarMatcher, token: int) -> MatcherStatus:
         status = matcher.advance(token)
@@ -210,6 +214,14 @@ def _may_end_with(token: int, followed: LLMatcher, *, is_allowed: bool) -> bool:
 def _own(matcher: Matcher) -> GrammarMatcher:
     assert isinstance(matcher, GrammarMatcher)
     return matcher
+
+
+def _has_any_bit(row: Int32Array, vocab_size: int) -> bool:
+    """Return True if a bit of an id below `vocab_size` is set."""
+    words, rest = divmod(vocab_size, 32)
+    if row[:words].any():
+        return True
+    return rest > 0 and bool(row.view(np.uint32)[words] & np.uint32((1 << rest) - 1))
 
 
 def _has_bit(row: Int32Array, token: int) -> bool:
