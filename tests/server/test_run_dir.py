@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 
 from minisgl.config import ConfigError
 from minisgl.message.socket import Addresses
-from minisgl.process.run_dir import LONGEST_NAME, MAX_SOCKET_PATH, PREFIX, REMOVED, RunDir
+from minisgl.process.run_dir import BOOT_ID, LONGEST_NAME, MAX_SOCKET_PATH, PREFIX, REMOVED, RunDir
 
 
 def test_the_folder_is_the_users_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -52,18 +53,24 @@ def test_folders_of_killed_processes_are_removed_at_the_next_start(tmp_path: Pat
     (folders[2] / "api.ipc").touch()
     half_removed = tmp_path / f"{PREFIX}12345678{REMOVED}"
     half_removed.mkdir(mode=0o700)
+    shutil.copy(folders[0] / BOOT_ID, half_removed)
     others = [tmp_path / name for name in ("minisgl-run-mine", "minisgl-12345678", f"x{PREFIX}12345678")]
     for folder in others:
         folder.mkdir(mode=0o700)
+    of_others = [tmp_path / f"{PREFIX}{name}" for name in ("machine_", "no_file_")]  # whose locks may not be seen here
+    for folder in of_others:
+        folder.mkdir(mode=0o700)
+    (of_others[0] / BOOT_ID).write_text("3f6f7ed8-0000-4000-8000-000000000000\n")
     link = tmp_path / f"{PREFIX}abcdefgh"
     link.symlink_to(others[0])
     shared = tmp_path / f"{PREFIX}shared_1"
     shared.mkdir(mode=0o755)
+    shutil.copy(folders[0] / BOOT_ID, shared)
     killed.kill()
     killed.wait()
 
     last = path_of(make("pass"))
-    assert {*tmp_path.iterdir()} == {*folders[:2], *others, link, shared, last}
+    assert {*tmp_path.iterdir()} == {*folders[:2], *others, *of_others, link, shared, last}
     for process in (forking, living):
         assert process.stdin is not None
         process.stdin.close()

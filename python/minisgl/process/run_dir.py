@@ -3,7 +3,8 @@
 Its process removes it at the end, or a worker does when that process has been killed. If all processes are killed at
 once it stays, until the next server of the user starts. The folder is locked as long as its process lives, so that a
 living server's is never taken for one that is left behind: numbers of processes are used again, and mean nothing in
-another container that shares the disk.
+another container that shares the disk. Machines that share it may not see each other's locks (NFS with local_lock,
+Lustre with localflock), so the folder has a file with the id of its machine's boot, too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import shutil
 import stat
 import tempfile
 from contextlib import suppress
+from pathlib import Path
 
 from minisgl.config import ConfigError
 
@@ -22,6 +24,8 @@ MAX_SOCKET_PATH = 107  # bytes of a Unix socket's path on Linux
 LONGEST_NAME = len("/tokenizer-999.ipc")  # longest name in message.socket.Addresses
 PREFIX = "minisgl-run-"
 REMOVED = "-removed"  # added to the name by a worker that removes the folder
+BOOT_ID = "boot_id"  # name of a file in the folder
+_BOOT_ID_OF_MACHINE = Path("/proc/sys/kernel/random/boot_id")  # equal in all containers
 _UNLOCKED = "minisgl-new-"  # not locked yet, or on a file system without locks; as long as the prefix
 _NAME = re.compile(rf"{PREFIX}[a-z0-9_]{{8}}({REMOVED})?")  # `tempfile` adds eight characters
 
@@ -36,7 +40,7 @@ class RunDir:
         folder = _make()
         self._lock = _lock(folder)
         self.path = folder
-        if self._lock is not None:
+        if self._lock is not None and _write_boot_id(folder):
             parent, name = os.path.split(folder)
             self.path = os.path.join(parent, PREFIX + name.removeprefix(_UNLOCKED))
             os.rename(folder, self.path)
@@ -70,7 +74,7 @@ def _make() -> str:
 
 
 def _remove_left_behind(parent: str) -> None:
-    """Remove the user's folders whose processes are dead, as far as possible."""
+    """Remove the user's folders whose processes of this machine are dead, as far as possible."""
     names: list[str] = []
     with suppress(OSError):  # some may create files in TMPDIR and not list it
         names = os.listdir(parent)
@@ -78,7 +82,7 @@ def _remove_left_behind(parent: str) -> None:
         folder = os.path.join(parent, name)
         lock = _lock(folder)
         if lock is not None:
-            if _is_ours(os.fstat(lock)):
+            if _is_ours(os.fstat(lock)) and _is_of_this_boot(folder):
                 shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
 
@@ -97,6 +101,20 @@ def _lock(folder: str) -> int | None:
 
 def _is_ours(folder: os.stat_result) -> bool:
     return folder.st_uid == os.geteuid() and stat.S_IMODE(folder.st_mode) == stat.S_IRWXU
+
+
+def _write_boot_id(folder: str) -> bool:
+    """Return True unless the machine has no such id, or no room on the disk."""
+    with suppress(OSError):
+        Path(folder, BOOT_ID).write_bytes(_BOOT_ID_OF_MACHINE.read_bytes())
+        return True
+    return False
+
+
+def _is_of_this_boot(folder: str) -> bool:
+    with suppress(OSError):
+        return Path(folder, BOOT_ID).read_bytes() == _BOOT_ID_OF_MACHINE.read_bytes()
+    return False
 
 
 def _is_text(path: str) -> bool:
