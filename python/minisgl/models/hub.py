@@ -156,8 +156,8 @@ def checkpoint_files(folder: Path) -> CheckpointFiles:
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise WeightError(f"{folder} lacks {abridged(missing)}, named by {INDEX}")
-        path_of = {tensor: folder / name for tensor, name in file_of.items()}
-        return CheckpointFiles([folder / name for name in names], path_of)
+        paths = {name: folder / name for name in names}
+        return CheckpointFiles(list(paths.values()), {tensor: paths[name] for tensor, name in file_of.items()})
     others = sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.gguf"))
     hint = f" ({others[0]} is not supported: convert it to safetensors)" if others else ""
     raise WeightError(f"{folder} has neither {SINGLE} nor {INDEX}{hint}")
