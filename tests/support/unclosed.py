@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 from minisgl import LLM, SamplingParams
@@ -19,8 +20,8 @@ from support.server import PATIENCE
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
-def make(tp_size: int, longest: int = 512) -> LLM:
-    return LLM("demo", "float32", tp_size=tp_size, max_running_req=2, max_seq_len_override=longest)
+def make(tp_size: int, longest: int = 512, dtype: str = "float32", **settings: Any) -> LLM:
+    return LLM("demo", dtype, tp_size=tp_size, max_running_req=2, max_seq_len_override=longest, **settings)
 
 
 def tokens_of(llm: LLM) -> list[int]:
@@ -62,10 +63,10 @@ def cannot_start_it(tp_size: int, keep: Callable[[LLM], None]) -> list[list[int]
 
 
 def cannot_end_its_start(tp_size: int, keep: Callable[[LLM], None]) -> list[list[int]]:
-    """Ctrl-C comes when its graphs have been captured, on a GPU; a second LLM follows."""
+    """Ctrl-C comes when its graphs, on GPUs, have been captured with NCCL's collectives; a second LLM follows."""
     with patch.object(Engine, "_step_cost", side_effect=KeyboardInterrupt):
         try:
-            make(tp_size)
+            make(tp_size, dtype="bfloat16", custom_all_reduce=False)
         except KeyboardInterrupt:
             pass
         else:
