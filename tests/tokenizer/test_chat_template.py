@@ -363,6 +363,12 @@ DOUBLED = "{% set n = namespace(s=START) %}{% for i in range(60) %}{% set n.s = 
         "{{ range(99999)|join('b' * 1000000) }}",
         DOUBLED.replace("START", "'ab'").replace("OPERATOR", "~"),
         DOUBLED.replace("START", "'ab'").replace("OPERATOR", "+"),
+        DOUBLED.replace("START", "[]").replace("n.s OPERATOR n.s", "[n.s, n.s]") + "{{ n.s }}",
+        DOUBLED.replace("START", "[]").replace("n.s OPERATOR n.s", "[n.s] + [n.s]") + "{{ n.s == n.s[:] }}",
+        DOUBLED.replace("START", "()").replace("n.s OPERATOR n.s", "(n.s, n.s)") + "{{ n.s in {} }}",
+        DOUBLED.replace("START", "{}").replace("n.s OPERATOR n.s", "{'a': n.s, 'b': n.s}") + "{{ n.s | tojson }}",
+        DOUBLED.replace("START", "{}").replace("n.s OPERATOR n.s", "dict(a=n.s, b=n.s)") + "{{ n.s | string }}",
+        DOUBLED.replace("START", "{}").replace("n.s OPERATOR n.s", "namespace(a=n.s, b=n.s)") + "{{ n.s }}",
     ],
 )
 def test_no_template_makes_what_does_not_fit(source: str) -> None:
@@ -388,6 +394,11 @@ def test_a_text_is_not_copied_for_each_of_thousands_of_messages(operator: str, m
     assert len(templates.render([*system * 1000, {"role": "user", "content": "hi"}])) == 982 * 1000 + 5
     with pytest.raises(InvalidRequest, match="longer than 4294967296 in all"):
         templates.render([*system * 8190, {"role": "user", "content": "hi"}])
+
+
+def test_a_call_that_makes_any_number_of_words_is_unknown() -> None:
+    with pytest.raises(InvalidRequest, match="'lipsum' is undefined"):
+        ChatTemplates({"default": "{{ lipsum(n=10**9) }}"}, {}).render([USER])
 
 
 def test_loops_that_call_nothing_end_in_time() -> None:

@@ -15,6 +15,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sized
 from datetime import datetime
+from itertools import chain
 from typing import Any, NoReturn
 
 import jinja2
@@ -22,15 +23,18 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime
+import jinja2.utils
 import jinja2.visitor
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_CHARS = 64 * 1024 * 1024
 MAX_CHARS_IN_ALL = 64 * MAX_CHARS  # of all results of a rendering together, which take half a second to copy
 MAX_SECONDS = 2.0  # of CPU time, in which no other prompt is encoded; the largest bodies need 0.3 with most templates
+MAX_ITEMS = 1024 * 1024  # of nested lists and tables; a request's body has fewer
 MAX_BITS = 4096  # bits of a number that a template computes
 _LONG_NUMBER = re.compile(r"\d{7}")  # a format width of a million or more
-_EACH, _WHOLE = "each in time", "of a bounded length"  # filters whose names no template can write
+# Filters whose names no template can write.
+_EACH, _WHOLE, _SMALL = "each in time", "of a bounded length", "of a bounded number of items"
 
 
 class Refusal(jinja2.TemplateError):
@@ -59,6 +63,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         self.filters = {name: self._bounded(filter_) for name, filter_ in self.filters.items()}
         self.filters[_EACH] = self._each
         self.filters[_WHOLE] = self._whole
+        self.filters[_SMALL] = self._small
+        del self.globals["lipsum"]  # makes any number of words in one call
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
         self._begin()
@@ -93,11 +99,11 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             self._deadline = now + left
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
-        """Make every loop check the deadline, and every concatenation (~) its length."""
+        """Make every loop check the deadline, every concatenation (~) its length, and every literal list its items."""
         template = super()._parse(source, name, filename)
         for loop in template.find_all(jinja2.nodes.For):
             loop.iter = jinja2.nodes.Filter(loop.iter, _EACH, [], [], None, None, lineno=loop.lineno)
-        return _Concatenations().visit(template)  # type: ignore[no-any-return]
+        return _Results().visit(template)  # type: ignore[no-any-return]
 
     def _each(self, values: Any) -> Iterator[Any]:
         for value in values:
@@ -115,6 +121,23 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             self._chars_in_all += len(value)
             if self._chars_in_all > MAX_CHARS_IN_ALL:
                 raise Refusal(f"it makes texts and lists longer than {MAX_CHARS_IN_ALL} in all")
+        return value
+
+    def _small(self, value: Any) -> Any:
+        """Return the value; Refusal if it has more than MAX_ITEMS items, each counted as often as it is nested.
+
+        Sixty lists that each hold the one before twice take no memory, but no time is enough to print or compare them.
+        """
+        count, left = 0, [value]
+        while left:
+            items = left.pop()
+            if isinstance(items, jinja2.utils.Namespace):
+                items = object.__getattribute__(items, "_Namespace__attrs")
+            count += len(items)
+            if count > MAX_ITEMS:
+                raise Refusal(f"it nests more than {MAX_ITEMS} items")
+            members = chain(items, items.values()) if isinstance(items, dict) else items
+            left += [member for member in members if isinstance(member, _CONTAINERS)]
         return value
 
     def _check_arguments(self, name: str, value: Any, args: list[Any]) -> None:
@@ -177,6 +200,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         if (value := getattr(method, "__self__", None)) is not None:
             __self._check_arguments(getattr(method, "__name__", ""), value, [*args, *kwargs.values()])
         __self._check_deadline()
+        if __obj is dict or __obj is jinja2.utils.Namespace:
+            __self._small([*args, *kwargs.values()])
         return __self._whole(super().call(__context, __obj, *args, **kwargs))
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -188,12 +213,31 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return super().getitem(obj, argument)
 
 
-class _Concatenations(jinja2.visitor.NodeTransformer):
-    """Applies the filter `_WHOLE` to every a ~ b."""
+_CONTAINERS = (list, tuple, dict, jinja2.utils.Namespace)
+
+
+class _Results(jinja2.visitor.NodeTransformer):
+    """Applies the filter `_WHOLE` to every a ~ b, and `_SMALL` to every [a, b], (a, b) and {a: b}."""
 
     def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Node:
         self.generic_visit(node)
-        return jinja2.nodes.Filter(node, _WHOLE, [], [], None, None, lineno=node.lineno)
+        return _filtered(node, _WHOLE)
+
+    def visit_List(self, node: jinja2.nodes.List) -> jinja2.nodes.Node:
+        self.generic_visit(node)
+        return _filtered(node, _SMALL)
+
+    def visit_Tuple(self, node: jinja2.nodes.Tuple) -> jinja2.nodes.Node:
+        self.generic_visit(node)
+        return _filtered(node, _SMALL) if node.ctx == "load" else node
+
+    def visit_Dict(self, node: jinja2.nodes.Dict) -> jinja2.nodes.Node:
+        self.generic_visit(node)
+        return _filtered(node, _SMALL)
+
+
+def _filtered(node: jinja2.nodes.Expr, name: str) -> jinja2.nodes.Filter:
+    return jinja2.nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
 def _tojson(
