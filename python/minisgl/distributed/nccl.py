@@ -54,10 +54,14 @@ class NcclTP(TPGroup):
         dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=timeout, device_id=device)
         assert dist.group.WORLD is not None
         joined = cls(dist.group.WORLD, device)
-        if push and joined.smallest(kernels_missing(device) is None):
-            from minisgl.kernel.collectives.all_reduce import connect_push
+        try:
+            if push and joined.smallest(kernels_missing(device) is None):
+                from minisgl.kernel.collectives.all_reduce import connect_push
 
-            joined._push = connect_push(dist.group.WORLD, device, joined.smallest, timeout_s)
+                joined._push = connect_push(dist.group.WORLD, device, joined.smallest, timeout_s)
+        except BaseException:  # such as Ctrl-C: the caller has no group to close, and a process has only one
+            joined.close()
+            raise
         return joined
 
     @property
