@@ -125,6 +125,18 @@ def test_quantized_weights_are_dequantized(kind: str, name: str, tmp_path: Path)
     assert torch.equal(*logits)
 
 
+def test_quantized_layers_after_the_last_one_are_left_out(tmp_path: Path) -> None:
+    """Some checkpoints have a layer of multi-token prediction there. transformers knows its number for few models."""
+    quantized, _ = save_quantized(tmp_path, "llama", "fp8 tensor")
+    tensors = load_file(quantized / "model.safetensors")
+    num_layers = json.loads((quantized / "config.json").read_text())["num_hidden_layers"]
+    for name, tensor in load_file(quantized / "model.safetensors").items():
+        if name.startswith("model.layers.0."):
+            tensors[name.replace("layers.0", f"layers.{num_layers}")] = tensor.clone()
+    save_file(tensors, quantized / "model.safetensors")
+    by_transformers(quantized)
+
+
 def test_quantized_weights_that_do_not_fit(tmp_path: Path) -> None:
     """FP8 weights that config.json does not describe, a bias of a model without one, and scales of a KV cache."""
     quantized, _ = save_quantized(tmp_path, "llama", "fp8 tensor")

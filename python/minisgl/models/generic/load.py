@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from minisgl.models.weights.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
 
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
 _MATRICES = (".weight", "_proj")  # ends of names of matrices; buffers may hold integers
 
 
@@ -92,7 +94,7 @@ def _dequantize(config: ModelConfig, folder: Path, quantized: Checkpoint, dtype:
 
     _check_dtypes(quantized)
     hf = hf_config(json.dumps(without_quantization(json.loads(modules_of(config).config_json))))
-    state = {name: quantized.read(name, dtype) for name in quantized}
+    state = {name: quantized.read(name, dtype) for name in quantized if not _is_beyond(name, config.num_layers)}
     with loading_by_transformers(folder):
         model, info = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)].from_pretrained(
             None,
@@ -108,6 +110,12 @@ def _dequantize(config: ModelConfig, folder: Path, quantized: Checkpoint, dtype:
     if unused:
         raise WeightError(f"the checkpoint in {folder} has weights that the model does not use: {abridged(unused)}")
     return model
+
+
+def _is_beyond(name: str, num_layers: int) -> bool:
+    """Return True for a tensor after the last layer: of multi-token prediction, which transformers leaves out."""
+    layer = _LAYER.search(name)
+    return layer is not None and int(layer[1]) >= num_layers
 
 
 def _check_dtypes(checkpoint: Checkpoint) -> None:
