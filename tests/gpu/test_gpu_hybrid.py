@@ -130,7 +130,7 @@ def one_after_another(engine: Engine, batch: Batch) -> Tensor:
 
     runner, graphs = engine._runner, graphs_of(engine, batch)
     size = next(size for size in graphs._sizes if size >= batch.num_tokens)
-    rows, longest = graphs._captured[size].rows, graphs._max_seq_len
+    rows, longest = graphs._captured[size].rows, runner.state.max_seq_len
     host = pad_inputs(step_inputs(batch), size, rows, runner.state.scratch_slot, longest)
     inputs = views_like(torch.from_numpy(np.concatenate(host)).cuda(), host)
     lengths = (np.full(rows + 1, length, dtype=np.int32) for length in (size, longest))

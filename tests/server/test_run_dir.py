@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from subprocess import PIPE
 
@@ -20,26 +21,33 @@ from minisgl.message.socket import Addresses
 from minisgl.process.run_dir import BOOT_ID, LONGEST_NAME, MAX_SOCKET_PATH, PREFIX, REMOVED, RunDir
 
 
-def test_the_folder_is_the_users_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """Give an empty folder. The path of pytest's `tmp_path` leaves too little room for a socket's."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def test_the_folder_is_the_users_alone(monkeypatch: pytest.MonkeyPatch, short_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
     run_dir = RunDir()
     folder = Path(run_dir.path)
-    assert folder.parent == tmp_path
+    assert folder.parent == short_path
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     addresses = Addresses("")
     names = (addresses.api, addresses.scheduler, addresses.detokenizer, addresses.rank(63), addresses.tokenizer(999))
     assert max(len(name.removeprefix("ipc://")) for name in names) < LONGEST_NAME
     run_dir.remove()
     run_dir.remove()
-    assert not list(tmp_path.iterdir())
+    assert not list(short_path.iterdir())
 
 
 MAKE = "from minisgl.process.run_dir import RunDir; folder = RunDir(); print(folder.path, flush=True)"
 
 
-def test_folders_of_killed_processes_are_removed_at_the_next_start(tmp_path: Path) -> None:
+def test_folders_of_killed_processes_are_removed_at_the_next_start(short_path: Path) -> None:
     def make(then: str) -> subprocess.Popen[str]:
-        environment = os.environ | {"TMPDIR": str(tmp_path)}
+        environment = os.environ | {"TMPDIR": str(short_path)}
         command = [sys.executable, "-c", f"{MAKE}; import os, sys; {then}"]
         return subprocess.Popen(command, env=environment, stdin=PIPE, stdout=PIPE, text=True)
 
@@ -51,26 +59,28 @@ def test_folders_of_killed_processes_are_removed_at_the_next_start(tmp_path: Pat
     folders = [path_of(process) for process in (forking, living, killed)]
     forking.wait()  # its child still holds the lock, and may use the folder
     (folders[2] / "api.ipc").touch()
-    half_removed = tmp_path / f"{PREFIX}12345678{REMOVED}"
+    half_removed = short_path / f"{PREFIX}12345678{REMOVED}"
     half_removed.mkdir(mode=0o700)
     shutil.copy(folders[0] / BOOT_ID, half_removed)
-    others = [tmp_path / name for name in ("minisgl-run-mine", "minisgl-12345678", f"x{PREFIX}12345678")]
+    others = [short_path / name for name in ("minisgl-run-mine", "minisgl-12345678", f"x{PREFIX}12345678")]
     for folder in others:
         folder.mkdir(mode=0o700)
-    of_others = [tmp_path / f"{PREFIX}{name}" for name in ("machine_", "no_file_")]  # whose locks may not be seen here
+    of_others = [
+        short_path / f"{PREFIX}{name}" for name in ("machine_", "no_file_")
+    ]  # whose locks may not be seen here
     for folder in of_others:
         folder.mkdir(mode=0o700)
     (of_others[0] / BOOT_ID).write_text("3f6f7ed8-0000-4000-8000-000000000000\n")
-    link = tmp_path / f"{PREFIX}abcdefgh"
+    link = short_path / f"{PREFIX}abcdefgh"
     link.symlink_to(others[0])
-    shared = tmp_path / f"{PREFIX}shared_1"
+    shared = short_path / f"{PREFIX}shared_1"
     shared.mkdir(mode=0o755)
     shutil.copy(folders[0] / BOOT_ID, shared)
     killed.kill()
     killed.wait()
 
     last = path_of(make("pass"))
-    assert {*tmp_path.iterdir()} == {*folders[:2], *others, *of_others, link, shared, last}
+    assert {*short_path.iterdir()} == {*folders[:2], *others, *of_others, link, shared, last}
     for process in (forking, living):
         assert process.stdin is not None
         process.stdin.close()
@@ -78,17 +88,17 @@ def test_folders_of_killed_processes_are_removed_at_the_next_start(tmp_path: Pat
 
 
 def test_a_folder_that_cannot_be_locked_is_never_taken_for_a_dead_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, short_path: Path
 ) -> None:
     def refuse(_descriptor: int, _operation: int) -> None:
         raise OSError(errno.EBADF, "as NFS says")
 
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
     with monkeypatch.context() as without_locks:
         without_locks.setattr(fcntl, "flock", refuse)
         folder = RunDir()
     RunDir().remove()
-    assert [str(path) for path in tmp_path.iterdir()] == [folder.path]
+    assert [str(path) for path in short_path.iterdir()] == [folder.path]
 
 
 def test_a_path_that_no_socket_may_have_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
