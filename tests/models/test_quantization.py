@@ -365,7 +365,7 @@ def test_groups_of_compressed_tensors_by_target() -> None:
 
 
 def test_targets_by_their_specificity() -> None:
-    """As compressed-tensors has it: a name, an expression, a class, in whatever order the groups are."""
+    """A name goes before an expression, and an expression before a class, as in compressed-tensors."""
     groups = {
         name: {"targets": targets, "weights": {"num_bits": bits, "type": "int", "strategy": "channel"}}
         for name, targets, bits in (

@@ -210,7 +210,7 @@ def test_weights_that_transformers_cannot_load_are_no_difference(
 def test_a_format_that_transformers_does_not_know_is_no_difference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], verify: Callable[..., tuple[int, dict[str, Any]]]
 ) -> None:
-    """Of a quant_method that it does not know transformers takes the stored bits for values."""
+    """If transformers does not know the quant_method, it takes the stored bits for values."""
     quantized, plain = save_quantized(tmp_path, "qwen3", "modelopt")
     for folder in (quantized, plain):
         save_byte_tokenizer(folder, VOCAB)

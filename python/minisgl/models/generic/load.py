@@ -76,16 +76,7 @@ def _read(folder: Path, dtype: torch.dtype) -> Any:
 
     if has_safetensors(folder):
         _check_dtypes(Checkpoint(folder, CheckpointNames(), None))
-    with loading_by_transformers(folder):
-        model, info = AutoModelForCausalLM.from_pretrained(
-            str(folder),
-            dtype=dtype,
-            attn_implementation=PAGED,
-            local_files_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
-    _check_fit(folder, info)
+    model, _ = _load(AutoModelForCausalLM, folder, dtype, str(folder), local_files_only=True)
     return model
 
 
@@ -95,21 +86,28 @@ def _dequantize(config: ModelConfig, folder: Path, quantized: Checkpoint, dtype:
     _check_dtypes(quantized)
     hf = hf_config(json.dumps(without_quantization(json.loads(modules_of(config).config_json))))
     state = {name: quantized.read(name, dtype) for name in quantized if not _is_beyond(name, config.num_layers)}
-    with loading_by_transformers(folder):
-        model, info = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)].from_pretrained(
-            None,
-            config=hf,
-            state_dict=state,
-            dtype=dtype,
-            attn_implementation=PAGED,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
-    _check_fit(folder, info)
+    model, info = _load(MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)], folder, dtype, None, config=hf, state_dict=state)
     unused = sorted(name for name in info["unexpected_keys"] if quantized.must_be_used(name))
     if unused:
         raise WeightError(f"the checkpoint in {folder} has weights that the model does not use: {abridged(unused)}")
     return model
+
+
+def _load(
+    model_class: Any, folder: Path, dtype: torch.dtype, source: str | None, **options: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Return transformers' model and what it says of the loading. WeightError if the checkpoint does not fit."""
+    with loading_by_transformers(folder):
+        model, info = model_class.from_pretrained(
+            source,
+            dtype=dtype,
+            attn_implementation=PAGED,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **options,
+        )
+    _check_fit(folder, info)
+    return model, info
 
 
 def _is_beyond(name: str, num_layers: int) -> bool:
