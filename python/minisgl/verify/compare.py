@@ -20,7 +20,8 @@ is 0.1 to 0.3 standard deviations from float32, and one where a prompt repeats i
 two ways to attend are 1.7 apart there. So both computations are measured from float32 where it fits in memory, and
 where rounding moves transformers' own logits by more than the limit allows, a prompt has `OWN_ROOM` times that. With
 experts all prompts have it: at a router's near tie rounding sends a token to another expert, in one of transformers'
-prompts and another one of ours.
+prompts and another one of ours. Where float32 does not fit, transformers' two ways to attend show what rounding does,
+and all prompts have `OWN_ROOM` times the largest of these distances.
 
 Tokens may differ only at a near tie: where the oracle's margin between the two is at most `MARGIN_ROOM` times what is
 expected of one logit, which is over five standard deviations of the difference of two.
@@ -45,7 +46,7 @@ SUMMATION = 16
 RMS_ROOM = 4  # some positions are several times worse than the average
 LARGEST_ROOM = 6  # times the limit of the root mean square
 MARGIN_ROOM = 8
-OWN_ROOM = 2  # times the distance of transformers' logits in the dtype from those in float32
+OWN_ROOM = 2  # times the distance of transformers' logits in the dtype from others of its own
 
 _UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 

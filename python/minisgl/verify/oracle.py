@@ -2,7 +2,9 @@
 
 One prompt at a time, the prompt in one forward and then a token each, so nothing of batching or padding is in them. The
 logits in the narrower dtype tell only how far rounding moves them: trained weights amplify it where a prompt repeats
-itself (massive activations), so that two right computations may be a standard deviation apart there.
+itself (massive activations), so that two right computations may be a standard deviation apart there. If the weights in
+float32 find no room, the logits stay those in the dtype, and a second computation of theirs, with another kernel of
+attention, tells how far rounding moves them.
 Only a file of logits remains: the model is freed before ours is loaded, so the two never need memory together.
 """
 
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +32,8 @@ from minisgl.quantization.dequantize import is_of_quantized
 from minisgl.verify.compare import compare_rows
 from minisgl.verify.prompt_texts import NamedPrompt
 
+logger = logging.getLogger(__name__)
+
 Float32Array = NDArray[np.float32]
 
 TRACED = 32  # last prompt tokens whose hidden states are kept, to find the layer where two models part
@@ -41,7 +46,8 @@ class Expected:
     prompt: NamedPrompt
     new_tokens: list[int]
     logits: Float32Array  # [len(prompt) + len(new_tokens) - 1, vocab], in a file
-    rounding: float = 0.0  # largest rms by which transformers' logits in the dtype miss these, in standard deviations
+    # Largest rms, in standard deviations, by which other logits of transformers in the dtype miss these.
+    rounding: float = 0.0
 
     @property
     def tokens(self) -> list[int]:
@@ -73,6 +79,8 @@ def run_transformers(
 
     Raises ConfigError if transformers cannot load or run the model.
     """
+    narrow = dtype != torch.float32
+    has_room = narrow and _has_room_for_float32(folder, dtype, device)
     expected = []
     with _model(folder, dtype, device) as model:
         for index, prompt in enumerate(prompts):
@@ -82,14 +90,15 @@ def run_transformers(
         out = model(torch.tensor([prompts[traced].tokens], device=device), output_hidden_states=True, use_cache=False)
         # The last entry is left out: it includes the final norm, and the logits cover it.
         hidden = [_host(states[0, -TRACED:]) for states in out.hidden_states[:-1]]
+        if narrow and not has_room:
+            _attend_by_sdpa(model)
+            expected = [_with_rounding(one, _logits(model, one, device)) for one in expected]
     del model, out  # frees the memory before another model is loaded
-    is_float32 = dtype == torch.float32
-    if not is_float32 and _has_room_for_float32(folder, dtype, device):
+    if has_room:
         with _model(folder, torch.float32, device) as model:
-            expected = [_in_float32(model, one, device) for one in expected]
+            expected = [_in_float32(one, _logits(model, one, device)) for one in expected]
         progress()
-        is_float32 = True
-    return Answers(expected, traced, hidden, is_float32)
+    return Answers(expected, traced, hidden, is_float32=has_room or not narrow)
 
 
 @contextmanager
@@ -160,10 +169,27 @@ def _answer(model: Any, prompt: NamedPrompt, new_tokens: int, device: torch.devi
     return Expected(prompt, chosen, logits)
 
 
-def _in_float32(model: Any, answer: Expected, device: torch.device) -> Expected:
-    """Put the logits that this model in float32 gives in place of the answer's, and say how far those were off."""
-    tokens = torch.tensor([answer.tokens[:-1]], device=device)
-    exact = _host(model(tokens, use_cache=False).logits[0])
+def _attend_by_sdpa(model: Any) -> None:
+    """Let the model attend by torch's fused attention; it stays as it is if its class cannot, as gpt-oss's."""
+    try:
+        model.set_attn_implementation("sdpa")
+    except ValueError as error:
+        logger.debug("%s", error)
+
+
+def _logits(model: Any, answer: Expected, device: torch.device) -> Float32Array:
+    """Return the logits of every position of the answer, from one forward."""
+    return _host(model(torch.tensor([answer.tokens[:-1]], device=device), use_cache=False).logits[0])
+
+
+def _with_rounding(answer: Expected, others: Float32Array) -> Expected:
+    """Say how far the answer's logits are from others of transformers."""
+    rounding = max(position.rms for position in compare_rows(0, others, answer.logits))
+    return dataclasses.replace(answer, rounding=rounding)
+
+
+def _in_float32(answer: Expected, exact: Float32Array) -> Expected:
+    """Put the logits in float32 in place of the answer's, and say how far those were off."""
     rounding = max(position.rms for position in compare_rows(0, answer.logits, exact))
     answer.logits[:] = exact
     return dataclasses.replace(answer, rounding=rounding)
