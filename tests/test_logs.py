@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -162,6 +163,11 @@ def test_a_short_wait_writes_no_line(capsys: pytest.CaptureFixture[str]) -> None
     with progress_bar("Loading weights", 10, leave=True) as bar:  # leave=True reports the finished bar
         bar.update(10)
     assert capsys.readouterr().err.partition(" ")[2] == "Loading weights: 10 of 10 (100%)\n"
+    bar = progress_bar("Loading weights", 10, leave=True)
+    bar.update(10)
+    del bar  # by a library that does not close it
+    gc.collect()
+    assert capsys.readouterr().err == ""
 
 
 def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,11 @@ class LineBar(tqdm):  # type: ignore[misc]
             self._write_line()
         super().close()
 
+    def __del__(self) -> None:
+        """Write no last line: the garbage collector ends bars that their library left open, maybe hours later."""
+        self._says_end = False
+        super().__del__()
+
     def _write_line(self) -> None:
         self._last_line = time.monotonic()
         size = self.format_sizeof if self.unit_scale else str
