@@ -263,4 +263,4 @@ def parse_args(argv: Sequence[str]) -> tuple[ServerConfig, Callable[[], ModelFol
 
 def model_name(model: str) -> str:
     """Return the model's name for clients: a hub id unchanged, of a folder its last part."""
-    return Path(model).resolve().name if Path(model).is_dir() else model
+    return Path(model).resolve().name if os.path.isdir(model) else model  # False, not an error, for any text

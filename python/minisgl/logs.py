@@ -141,7 +141,7 @@ def set_up_logging() -> None:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", handlers=[StderrHandler()]
     )
-    for chatty in ("httpx", "huggingface_hub"):
+    for chatty in ("httpx", "httpx2"):  # they log each address, with its signature
         logging.getLogger(chatty).setLevel(logging.WARNING)
 
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import minisgl
 from minisgl.config import DEMO_MODEL, SourceConfig
 from minisgl.config.source import ModelSource
-from minisgl.error_text import abridged, first_line
+from minisgl.error_text import abridged, first_line, in_one_line
 from minisgl.models.config.model_config import UnsupportedModel, WeightError
 from minisgl.progress import line_bar
+
+logger = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -25,6 +30,8 @@ _IGNORED = [
     "consolidated*.safetensors",
 ]
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+# Parts of errors: an address's query, which may hold a signature, and what each status code means.
+_NOISE = re.compile(r"\?[^\s'\"]+| For more information check: \S+")
 
 
 class ModelFolders(NamedTuple):
@@ -57,12 +64,16 @@ def model_folder(
 
     `weights=False` leaves out the safetensors (dummy weights, tokenizers). Raises UnsupportedModel.
     """
-    folder = demo_folder() if name == DEMO_MODEL else Path(name).expanduser()
-    if name and folder.is_dir():
+    folder = demo_folder() if name == DEMO_MODEL else Path(os.path.expanduser(name))
+    try:
+        exists, is_folder = folder.exists(), folder.is_dir()
+    except OSError as error:  # the name is too long, or a folder above may not be searched
+        raise UnsupportedModel(f"model {name} cannot be read: {error.strerror}") from error
+    if name and is_folder:
         if revision is not None:
             raise UnsupportedModel(f"--revision {revision} is of a hub's model, but {name} is a folder")
         return folder
-    if name and folder.exists():
+    if name and exists:
         raise UnsupportedModel(f"model {name} is a file; a model is a folder or a hub id")
     if not _HUB_ID.fullmatch(name) or name.startswith("."):
         raise UnsupportedModel(f"model {name} does not exist: no such folder, and not a hub id (owner/name)")
@@ -71,8 +82,8 @@ def model_folder(
     folder = download(name, revision, patterns)
     if weights and not any(folder.glob(_WEIGHTS)):
         raise UnsupportedModel(
-            f"model {name} came without safetensors; weights in other formats (.bin, .gguf) are not downloaded: "
-            "convert them to safetensors"
+            f"model {name} came without safetensors; weights in other formats (.bin, .gguf, Mistral's consolidated) or "
+            "in sub-folders are not downloaded: convert them to safetensors beside config.json"
         )
     return folder
 
@@ -91,41 +102,70 @@ def _download_from_modelscope(name: str, revision: str | None, patterns: list[st
 
 
 def _download_from_hugging_face(name: str, revision: str | None, patterns: list[str]) -> Path:
-    import httpx
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub.errors import HFValidationError, IncompleteSnapshotError
+
+    library = logging.getLogger("huggingface_hub")
+    library.handlers.clear()  # or each of its lines would be written twice: they reach the root's handlers, too
+    if library.level == logging.WARNING:  # its default hides that it waits for another process's download of a file
+        library.setLevel(logging.NOTSET)
+    snapshot = partial(snapshot_download, name, revision=revision, allow_patterns=patterns, ignore_patterns=_IGNORED)
+    try:
+        # snapshot_download itself would wait for ever for a hub that does not answer.
+        about = HfApi().model_info(name, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except Exception as error:  # also of httpx or httpx2, by the version of huggingface_hub
+        failure = _download_failure(name, revision, error)
+        try:
+            folder = Path(snapshot(local_files_only=True))
+        except IncompleteSnapshotError as missing:
+            lacking = in_one_line(missing).partition(" Outgoing traffic")[0]
+            raise UnsupportedModel(f"{failure}; {lacking}") from error
+        except (OSError, HFValidationError):  # not there, or not readable
+            raise UnsupportedModel(failure) from error
+        if constants.HF_HUB_OFFLINE:
+            logger.info("model %s: commit %s of %s", name, folder.name, constants.HF_HUB_CACHE)
+        else:
+            logger.warning("%s; the cache's commit %s is used", failure, folder.name)
+        return folder
+    logger.info("model %s: commit %s of %s", name, about.sha, constants.ENDPOINT)
+    try:
+        return Path(snapshot(tqdm_class=line_bar()))
+    except Exception as error:  # also of hf_xet
+        raise UnsupportedModel(_download_failure(name, revision, error)) from error
+
+
+def _download_failure(name: str, revision: str | None, error: Exception) -> str:
+    """Return what prevented a download from the Hugging Face hub and, where it is known, what helps."""
+    from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,
-        HfHubHTTPError,
         HFValidationError,
-        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
 
-    try:
-        return Path(
-            snapshot_download(
-                name, revision=revision, allow_patterns=patterns, ignore_patterns=_IGNORED, tqdm_class=line_bar()
+    log_in = "log in with `hf auth login` or set HF_TOKEN"
+    match error:
+        case GatedRepoError():
+            return f"model {name} is gated: ask for access on its hub page and {log_in}"
+        case RepositoryNotFoundError():
+            return (
+                f"model {name} does not exist: no such folder, and the hub knows no such model (if it is private, "
+                f"{log_in})"
             )
-        )
-    except GatedRepoError as error:
-        raise UnsupportedModel(
-            f"model {name} is gated: ask for access on its hub page and log in with `hf auth login`"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise UnsupportedModel(f"model {name} has no --revision {revision} on its hub") from error
-    except RepositoryNotFoundError as error:
-        raise UnsupportedModel(
-            f"model {name} does not exist: no such folder, and the hub knows no such model (or it is private)"
-        ) from error
-    except HFValidationError as error:
-        raise UnsupportedModel(f"model {name} does not exist: no such folder, and not a hub id (owner/name)") from error
-    except LocalEntryNotFoundError as error:
-        raise UnsupportedModel(
-            f"model {name} is neither a folder nor in the local hub cache, and the hub cannot be reached"
-        ) from error
-    except (HfHubHTTPError, httpx.HTTPError, OSError) as error:
-        raise UnsupportedModel(f"model {name} could not be downloaded: {first_line(error)}") from error
+        case RevisionNotFoundError() if revision is None:
+            return f"model {name} has no branch main on its hub: --revision names another"
+        case RevisionNotFoundError():
+            return f"model {name} has no --revision {revision} on its hub"
+        case HFValidationError():
+            return f"model {name} does not exist: no such folder, and not a hub id (owner/name)"
+        case OfflineModeIsEnabled():
+            return (
+                f"model {name} is neither a folder nor complete in {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set"
+            )
+    cause = f"{type(error).__name__}: {_NOISE.sub('', in_one_line(error))}"
+    return f"model {name} could not be downloaded from {constants.ENDPOINT} to {constants.HF_HUB_CACHE}: {cause}"
 
 
 def has_safetensors(folder: Path) -> bool:
