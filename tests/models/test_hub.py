@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from support.hub import Fault, Hub
+from support.server import PATIENCE
 
 # Prints where each model is, or why it is not there.
 FIND = """
@@ -165,3 +169,22 @@ def test_a_part_of_a_model_is_never_taken_for_the_whole(hub: Hub, tmp_path: Path
     find(hub, tmp_path, "o/m")
     (line,), _ = find(hub, tmp_path, "o/m", HF_ENDPOINT="http://127.0.0.1:9")
     assert line.endswith("is incomplete: 1 file(s) are missing (model.safetensors).")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_download_at_once(number: signal.Signals, hub: Hub, tmp_path: Path) -> None:
+    """The rest of the file would come only after the end of this test."""
+    hub.push("o/m", SMALL)
+    hub.faults["GET /o/m/.*safetensors"] = Fault(end="stall", after=50_000)
+    command = [sys.executable, "-m", "minisgl", "--model", "o/m", "--port", "0"]
+    process = subprocess.Popen(command, env=hub.environment(tmp_path), stderr=subprocess.PIPE, text=True)
+    assert hub.stalled.wait(PATIENCE)
+    process.send_signal(number)
+    _, log = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 128 + number, log
+    assert "Traceback" not in log
+    assert not list(tmp_path.rglob("*.incomplete"))
+
+    hub.faults.clear()
+    (folder,), _ = find(hub, tmp_path, "o/m")
+    assert files_of(folder) == SMALL

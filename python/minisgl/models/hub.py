@@ -6,7 +6,9 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -30,6 +32,7 @@ _IGNORED = [
     "consolidated*.safetensors",
 ]
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_PART = re.compile(r"\.[0-9a-f]{8}\.incomplete$")  # of huggingface_hub: a name that no later download continues
 # Parts of errors: an address's query, which may hold a signature, and what each status code means.
 _NOISE = re.compile(r"\?[^\s'\"]+| For more information check: \S+")
 
@@ -39,6 +42,33 @@ class ModelFolders(NamedTuple):
 
     model: Path
     tokenizer: Path
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let a signal end the process at once while it downloads, without the files of which it has a part.
+
+    KeyboardInterrupt would wait until threads of huggingface_hub have downloaded the files that they have begun.
+    """
+
+    def end(signum: int, _frame: object) -> None:
+        for descriptor in Path("/proc/self/fd").iterdir():
+            with suppress(OSError):
+                file = descriptor.readlink()
+                if _PART.search(file.name):
+                    file.unlink()
+        os._exit(128 + signum)  # by its default action a signal does not end the first process of a container
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    heard = [number for number in numbers if before[number] != signal.SIG_IGN]
+    for number in heard:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in heard:
+            signal.signal(number, before[number])
 
 
 def demo_folder() -> Path:

@@ -11,6 +11,7 @@ from minisgl.cli import parse_args
 from minisgl.config import ConfigError
 from minisgl.logs import configure_logging, set_up_logging
 from minisgl.models.config.generation_config import load_sampling_defaults
+from minisgl.models.hub import ended_by_signals
 from minisgl.models.load_config import load_engine_model
 from minisgl.pooling.pooling_config import NO_TEXT
 from minisgl.process.machine import open_standard_streams, raise_open_files, wait_for_children
@@ -42,7 +43,8 @@ def start(words: Sequence[str]) -> int:
             listener = bind(config.host, config.port, config.http.send_timeout)
         else:
             listener = bind_unix(config.uds)
-        folders = find()
+        with ended_by_signals():
+            folders = find()
         # An unsupported model is noticed before any process is started.
         model = load_engine_model(folders.model, config.engine)
         if config.shell and model.pooling is not None:

@@ -21,7 +21,7 @@ from minisgl.config import ConfigError, EngineConfig, SchedulerConfig
 from minisgl.config.settings import add_flags, read_flags
 from minisgl.engine.device import resolve_device, resolve_dtype
 from minisgl.models.config.model_config import ModelConfig
-from minisgl.models.hub import model_folder
+from minisgl.models.hub import ended_by_signals, model_folder
 from minisgl.models.load_config import load_model_config
 from minisgl.progress import progress_bar
 from minisgl.sampling_params import InvalidRequest
@@ -60,8 +60,9 @@ def _verify(args: argparse.Namespace) -> int:
     scheduling = SchedulerConfig(**{**SCHEDULER_DEFAULTS, **read_flags(args, SchedulerConfig)})
     engine.validate()
     scheduling.validate()
-    folder = model_folder(args.model, weights=True)
-    reference = model_folder(args.reference, weights=True) if args.reference else folder
+    with ended_by_signals():
+        folder = model_folder(args.model, weights=True)
+        reference = model_folder(args.reference, weights=True) if args.reference else folder
     model = load_model_config(folder, runner="generate", implementation=engine.model_impl)
     engine = msgspec.structs.replace(engine, model_path=str(folder))
     device, dtype = resolve_device(engine), resolve_dtype(engine, model.dtype)
