@@ -36,6 +36,7 @@ WANTED = {
     "merges.txt": b"",
     "chat_template.jinja": b"hello",
     "additional_chat_templates/tool_use.jinja": b"tools",
+    "1_Pooling/config.json": b"{}",
 }
 UNWANTED = {
     "README.md": b"",
@@ -45,6 +46,8 @@ UNWANTED = {
     "original/params.json": b"",
     "original/tokenizer.model": b"",
     "fp8/model.safetensors": b"",
+    "4bit/config.json": b"",
+    "checkpoint_1/config.json": b"",
     "onnx/model.onnx": b"",
 }
 

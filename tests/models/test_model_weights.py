@@ -337,8 +337,8 @@ def test_models_come_from_modelscope_if_asked(monkeypatch: pytest.MonkeyPatch, t
     (tmp_path / "model.safetensors").touch()
     source = SourceConfig(model="owner/name", revision="v1", tokenizer="owner/words", model_source="modelscope")
     assert find_model(source) == (tmp_path, tmp_path)
-    small = [name for name in REPOSITORY[:8] if not name.endswith(".safetensors")]
-    assert calls == [("owner/name", "v1", *REPOSITORY[:8]), ("owner/words", None, *small)]
+    small = [name for name in REPOSITORY[:9] if not name.endswith(".safetensors")]
+    assert calls == [("owner/name", "v1", *REPOSITORY[:9]), ("owner/words", None, *small)]
     with pytest.raises(UnsupportedModel, match=r"owner/none could not be downloaded from ModelScope: 404$"):
         model_folder("owner/none", hub="modelscope")
 
@@ -357,6 +357,7 @@ def test_the_tokenizer_may_come_from_elsewhere(tmp_path: Path) -> None:
 REPOSITORY = [
     *("config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json", "tokenizer.json"),
     *("tokenizer.model", "merges.txt", "chat_template.jinja", "additional_chat_templates/tool_use.jinja"),
+    "1_Pooling/config.json",
     # files that are not downloaded
     *("consolidated.safetensors", "consolidated-00001-of-00002.safetensors", "pytorch_model.bin", "README.md"),
     *("original/params.json", "original/tokenizer.model", "fp8/model.safetensors", "a/b/merges.txt"),

@@ -26,9 +26,11 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _CONFIG_AND_TOKENIZER = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _WEIGHTS = "*.safetensors"
-# "*" crosses "/". Only templates are in sub-folders, which else hold a model again: another format, a training's steps.
+# "*" crosses "/". Of sub-folders only templates are wanted, and sentence-transformers' steps (1_Pooling/config.json);
+# others hold a model again: another format, a training's steps.
 _IGNORED = [
-    *(f"*/{pattern}" for pattern in (*_CONFIG_AND_TOKENIZER, _WEIGHTS) if pattern != "*.jinja"),
+    *(f"*/{pattern}" for pattern in (*_CONFIG_AND_TOKENIZER, _WEIGHTS) if pattern not in ("*.json", "*.jinja")),
+    *("[!0-9]*/*.json", "?[!_]*/*.json"),
     "consolidated*.safetensors",
 ]
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
