@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from pathlib import Path
+
 
 def in_one_line(error: Exception | str) -> str:
     """Return the whole text of an error, with a space in place of each line break or other white space."""
@@ -22,3 +25,11 @@ def summary(error: Exception) -> str:
 def abridged(names: list[str]) -> str:
     """Return the first name and how many more there are."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def file_error(path: Path, error: Exception) -> str:
+    """Return why a model's file cannot be read: the error, or that it is what git leaves without its LFS extension."""
+    with suppress(OSError), path.open("rb") as file:
+        if file.read(40).startswith(b"version https://git-lfs"):
+            return "it is a Git LFS pointer; `git lfs pull` downloads the file"
+    return str(error)

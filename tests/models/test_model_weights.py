@@ -215,7 +215,10 @@ def test_missing_and_broken_files(saved: Saved, tmp_path: Path) -> None:
     with pytest.raises(WeightError, match=r"pytorch_model\.bin is not supported: convert it to safetensors"):
         load(tmp_path)
     (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:5000])
-    with pytest.raises(WeightError, match="is not a readable safetensors file"):
+    with pytest.raises(WeightError, match="is not a readable safetensors file: Error while deserializing header"):
+        load(tmp_path)
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5000\n")
+    with pytest.raises(WeightError, match=r"it is a Git LFS pointer; `git lfs pull` downloads the file$"):
         load(tmp_path)
 
     (tmp_path / "model.safetensors").unlink()

@@ -14,7 +14,7 @@ import msgspec
 from tokenizers import AddedToken, Tokenizer
 
 from minisgl.config import ConfigError
-from minisgl.error_text import first_line
+from minisgl.error_text import file_error, first_line
 from minisgl.optional_packages import can_be_found
 from minisgl.tokenizer.decoder_choice import is_byte_level, make_decoder, make_plain
 from minisgl.tokenizer.decoders.base import TextDecoder
@@ -40,7 +40,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         try:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises a bare Exception
-            raise ConfigError(f"{path} cannot be read: {error}") from error
+            raise ConfigError(f"{path} cannot be read: {file_error(path, error)}") from error
         config = load_tokenizer_config(folder)
         _complete(tokenizer, config)
         tokenizer.encode_special_tokens = config.get("split_special_tokens") is True

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from minisgl.error_text import file_error
 from minisgl.models.config.model_config import CheckpointNames, WeightError
 from minisgl.models.hub import checkpoint_files
 from minisgl.quantization.dequantize import QuantizedTensors, find_quantized, is_of_quantized
@@ -232,4 +233,4 @@ def _open(path: Path) -> Any:  # safe_open's methods have no types
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
-        raise WeightError(f"{path} is not a readable safetensors file: {error}") from error
+        raise WeightError(f"{path} is not a readable safetensors file: {file_error(path, error)}") from error
