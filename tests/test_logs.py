@@ -149,6 +149,9 @@ def test_a_bar_is_plain_lines_where_stderr_is_no_terminal(
     assert texts[-3:] == [
         f"Loading weights: {number}.00M of 3.00M ({share}%)" for number, share in ((1, 33), (2, 67), (3, 100))
     ]
+    with progress_bar("Loading weights", 3, leave=True) as bar:
+        bar.update(3)
+    assert capsys.readouterr().err.count("Loading weights: 3 of 3 (100%)") == 1
     with progress_bar("Loading weights", 3, shown=False) as bar:
         bar.update(3)
     assert capsys.readouterr().err == ""

@@ -25,7 +25,7 @@ class LineBar(tqdm):  # type: ignore[misc]
 
     def __init__(self, *args: Any, leave: bool = True, **options: Any) -> None:
         self._says_end = leave
-        self._last_line = time.monotonic()
+        self._last_line, self._last_n = time.monotonic(), 0
         options |= {"mininterval": LINE_SECONDS, "delay": LINE_SECONDS, "miniters": 1}
         # Text that tqdm writes outside `display` is dropped.
         super().__init__(*args, **(options | {"file": io.StringIO(), "leave": False}))
@@ -37,7 +37,7 @@ class LineBar(tqdm):  # type: ignore[misc]
         return True
 
     def close(self) -> None:
-        if self._says_end and not self.disable and self.n:
+        if self._says_end and not self.disable and self.n != self._last_n:
             self._write_line()
         super().close()
 
@@ -47,7 +47,7 @@ class LineBar(tqdm):  # type: ignore[misc]
         super().__del__()
 
     def _write_line(self) -> None:
-        self._last_line = time.monotonic()
+        self._last_line, self._last_n = time.monotonic(), self.n
         size = self.format_sizeof if self.unit_scale else str
         done = size(self.n)
         if self.total:
