@@ -93,6 +93,7 @@ NO_SUCH_FLAG = _by_flag(
         "--limit-mm-per-prompt --enable-multimodal": "only text is served",
         "--stream-interval": "the tokens of each step are sent at once",
         "--download-dir": "set HF_HUB_CACHE",
+        "--hf-token": "set HF_TOKEN",
         "--config": "there is no file of flags: give them on the command line",
         "--api-server-count": "one process answers HTTP; --num-tokenizer starts more tokenizers",
         "--log-requests --enable-log-requests": "texts are never logged; --access-log logs one line a request",
