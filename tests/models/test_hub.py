@@ -16,7 +16,9 @@ from support.server import PATIENCE
 
 # Prints where each model is, or why it is not there.
 FIND = """
+import gc
 import sys
+from tqdm import tqdm
 from minisgl.config import ConfigError
 from minisgl.logs import set_up_logging
 from minisgl.models.hub import model_folder
@@ -27,6 +29,7 @@ for word in sys.argv[1:]:
         print(model_folder(name, revision=revision or None))
     except ConfigError as error:
         print(error)
+print(f"{sum(isinstance(each, tqdm) for each in gc.get_objects())} bars are open", file=sys.stderr)
 """
 SMALL = {"config.json": b"{}", "model.safetensors": bytes(100_000)}
 WANTED = {
@@ -88,6 +91,7 @@ def test_a_branch_is_downloaded_with_what_is_needed_and_followed(hub: Hub, tmp_p
     assert files_of(other) == SMALL
     assert f"model o/m: commit {first} of {hub.url}" in log
     assert "secret" not in log, "the signature of an address"
+    assert "\n0 bars are open" in log, "a terminal would show them again"
     assert {request.is_cdn: request.authorization for request in hub.requests} == {False: "Bearer hf_mine", True: None}
 
     hub.requests.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -161,9 +162,11 @@ def _download_from_hugging_face(name: str, revision: str | None, patterns: list[
         return folder
     logger.info("model %s: commit %s of %s", name, about.sha, constants.ENDPOINT)
     try:
-        return Path(snapshot(tqdm_class=line_bar()))
+        folder = Path(snapshot(tqdm_class=line_bar()))
     except Exception as error:  # also of hf_xet
         raise UnsupportedModel(_download_failure(name, revision, error)) from error
+    gc.collect()  # ends the bars, which the library leaves open: a terminal would show them again at the server's end
+    return folder
 
 
 def _download_failure(name: str, revision: str | None, error: Exception) -> str:
