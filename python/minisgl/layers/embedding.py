@@ -18,9 +18,28 @@ class VocabShard:
     """The token ids [start, stop) of one rank, padded to `size` rows."""
 
     def __init__(self, vocab_size: int, tp: TPGroup) -> None:
+        self.tp, self.vocab_size = tp, vocab_size
         self.size = -(-vocab_size // tp.size)
         self.start = min(tp.rank * self.size, vocab_size)
         self.stop = min(self.start + self.size, vocab_size)
+
+    def make_weight(self, width: int, dtype: torch.dtype) -> nn.Parameter:
+        """Return a matrix [size, width] whose padding is zero."""
+        weight = empty(self.size, width, dtype=dtype)
+        weight[self.stop - self.start :].zero_()
+        return weight
+
+    def embed(self, ids: Tensor, weight: Tensor, ctx: ForwardContext) -> Tensor:
+        """[T] int64 token ids of all ranks -> [T, width]."""
+        if self.tp.size == 1:
+            return ctx.ops.embed(ids, weight)
+        return self.tp.all_reduce(ctx.ops.embed(ids, weight, self.start))
+
+    def weight_slice(self, name: str, weight: Tensor, *, tied: bool = False) -> WeightSlice:
+        """Return this rank's part of the matrix [vocab_size, width] of this name."""
+        source = (slice(self.start, self.stop), slice(None))
+        target = weight[: self.stop - self.start]
+        return WeightSlice(f"{name}.weight", (self.vocab_size, weight.shape[1]), source, target, tied)
 
 
 class VocabEmbedding(nn.Module):
@@ -28,18 +47,14 @@ class VocabEmbedding(nn.Module):
 
     def __init__(self, vocab_size: int, hidden_size: int, *, tp: TPGroup, dtype: torch.dtype) -> None:
         super().__init__()
-        self.tp = tp
-        self.vocab_size = vocab_size
         self.shard = VocabShard(vocab_size, tp)
-        self.weight = vocab_weight(self.shard, hidden_size, dtype)
+        self.weight = self.shard.make_weight(hidden_size, dtype)
 
     def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
-        if self.tp.size == 1:
-            return ctx.ops.embed(ids, self.weight)
-        return self.tp.all_reduce(ctx.ops.embed(ids, self.weight, self.shard.start))
+        return self.shard.embed(ids, self.weight, ctx)
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
-        yield vocab_slice(name, self.weight, self.vocab_size, self.shard, tied=False)
+        yield self.shard.weight_slice(name, self.weight)
 
 
 class LMHead(Linear):
@@ -59,27 +74,14 @@ class LMHead(Linear):
     ) -> None:
         super().__init__()
         self.tp = tp
-        self.vocab_size = vocab_size
         self.shard = VocabShard(vocab_size, tp)
         self.tied = tied_to is not None
-        self.weight = tied_to.weight if tied_to else vocab_weight(self.shard, hidden_size, dtype)
+        self.weight = tied_to.weight if tied_to else self.shard.make_weight(hidden_size, dtype)
 
     def forward(self, x: Tensor, norm: RMSNorm, ctx: ForwardContext) -> Tensor:
         if self.tp.size == 1 or ctx.sharded_logits:
             return self.product.norm_linear(x, norm.params, out=ctx.logits)
-        return self.tp.all_gather(self.product.norm_linear(x, norm.params), self.vocab_size, ctx.logits)
+        return self.tp.all_gather(self.product.norm_linear(x, norm.params), self.shard.vocab_size, ctx.logits)
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
-        yield vocab_slice(name, self.weight, self.vocab_size, self.shard, tied=self.tied)
-
-
-def vocab_weight(shard: VocabShard, hidden_size: int, dtype: torch.dtype) -> nn.Parameter:
-    weight = empty(shard.size, hidden_size, dtype=dtype)
-    weight[shard.stop - shard.start :].zero_()
-    return weight
-
-
-def vocab_slice(name: str, weight: Tensor, vocab_size: int, shard: VocabShard, *, tied: bool) -> WeightSlice:
-    target = weight[: shard.stop - shard.start]
-    source = (slice(shard.start, shard.stop), slice(None))
-    return WeightSlice(f"{name}.weight", (vocab_size, weight.shape[1]), source, target, tied)
+        yield self.shard.weight_slice(name, self.weight, tied=self.tied)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from minisgl.context import ForwardContext
 from minisgl.distributed import TPGroup
 from minisgl.kernel.base import Norm
-from minisgl.layers.embedding import VocabShard, vocab_slice, vocab_weight
+from minisgl.layers.embedding import VocabShard
 from minisgl.layers.layer_config import LayerInputConfig, NormConfig
 from minisgl.layers.linear import empty
 from minisgl.layers.weight_slice import WeightSlice, whole
@@ -34,29 +34,23 @@ class PerLayerInputs(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.tp, self.size = tp, config.size
-        self.vocab_size, self.shard = config.vocab_size, VocabShard(config.vocab_size, tp)
+        self.size, self.shard = config.size, VocabShard(config.vocab_size, tp)
         self.eps = norm.eps * hidden_size  # makes norm(projection) equal to norm(projection / root)
         self.table_scale = torch.tensor(config.size**0.5, dtype=dtype, device="cpu").item()  # rounded as in training
-        self.table = vocab_weight(self.shard, num_layers * config.size, dtype)
+        self.table = self.shard.make_weight(num_layers * config.size, dtype)
         self.projection = empty(num_layers * config.size, hidden_size, dtype=dtype)
         self.norm = _norm_weight(config.size, norm, dtype)
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """Input embeddings x [T, hidden_size] -> [T, layers, size]."""
-        if self.tp.size == 1:
-            embedded = ctx.ops.embed(ctx.input_ids, self.table)
-        else:
-            embedded = self.tp.all_reduce(ctx.ops.embed(ctx.input_ids, self.table, self.shard.start))
+        embedded = self.shard.embed(ctx.input_ids, self.table, ctx).mul_(self.table_scale).view(-1, self.size)
         projected = ctx.ops.linear(x, self.projection).view(-1, self.size)
-        embedded = embedded.mul_(self.table_scale).view(-1, self.size)
         both, *_ = ctx.ops.norm_add(projected, Norm(self.norm, self.eps), embedded)
         return both.mul_(2**-0.5).view(len(x), -1, self.size)
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
         beside = name.rpartition(".")[0]
-        table = f"{beside}.embed_tokens_per_layer"
-        yield vocab_slice(table, self.table, self.vocab_size, self.shard, tied=False)
+        yield self.shard.weight_slice(f"{beside}.embed_tokens_per_layer", self.table)
         yield whole(f"{beside}.per_layer_model_projection.weight", self.projection)
         yield whole(f"{beside}.per_layer_projection_norm.weight", self.norm)
 
