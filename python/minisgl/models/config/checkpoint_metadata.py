@@ -5,17 +5,15 @@ A missing or unreadable file counts as empty here; code that needs the file repo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
+from safetensors import SafetensorError, safe_open
 
 from minisgl.config import ConfigError
 from minisgl.tokenizer.tokenizer_config import load_tokenizer_config, special_tokens
 
-MAX_HEADER = 100_000_000  # bytes, as safetensors has it
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -26,13 +24,11 @@ def checkpoint_dtype(folder: Path) -> str | None:
     if path is None:
         return None
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header: dict[str, dict[str, Any]] = json.loads(file.read(min(length, MAX_HEADER)))
-        found = [tensor["dtype"] for name, tensor in sorted(header.items()) if name != "__metadata__"]
-        return next((_DTYPES[name] for name in found if name in _DTYPES), None)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        with safe_open(path, framework="numpy") as file:
+            found = [file.get_slice(name).get_dtype() for name in sorted(file.keys())]
+    except (OSError, SafetensorError):
         return None
+    return next((_DTYPES[name] for name in found if name in _DTYPES), None)
 
 
 class _Token(msgspec.Struct):
