@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import os
 import re
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -17,14 +16,12 @@ from typing import NamedTuple
 import minisgl
 from minisgl.config import DEMO_MODEL, SourceConfig
 from minisgl.config.source import ModelSource
-from minisgl.error_text import abridged, first_line, in_one_line
-from minisgl.models.config.model_config import UnsupportedModel, WeightError
+from minisgl.error_text import first_line, in_one_line
+from minisgl.models.config.model_config import UnsupportedModel
 from minisgl.progress import line_bar
 
 logger = logging.getLogger(__name__)
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 _CONFIG_AND_TOKENIZER = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _WEIGHTS = "*.safetensors"
 # "*" crosses "/". Of sub-folders only templates are wanted, and sentence-transformers' steps (1_Pooling/config.json);
@@ -201,43 +198,3 @@ def _download_failure(name: str, revision: str | None, error: Exception) -> str:
             )
     cause = f"{type(error).__name__}: {_NOISE.sub('', in_one_line(error))}"
     return f"model {name} could not be downloaded from {constants.ENDPOINT} to {constants.HF_HUB_CACHE}: {cause}"
-
-
-def has_safetensors(folder: Path) -> bool:
-    """Return True if `checkpoint_files` finds some."""
-    return (folder / SINGLE).is_file() or (folder / INDEX).is_file()
-
-
-class CheckpointFiles(NamedTuple):
-    """Safetensors files of a model folder, and the file that an index names for each tensor."""
-
-    paths: list[Path]
-    path_of: Mapping[str, Path]
-
-
-def checkpoint_files(folder: Path) -> CheckpointFiles:
-    """Return the safetensors files of a model folder. Raises WeightError if there are none or one is missing."""
-    if (folder / SINGLE).is_file():  # takes precedence over an index, which an older save may have left
-        return CheckpointFiles([folder / SINGLE], {})
-    index = folder / INDEX
-    if index.is_file():
-        try:
-            file_of = json.loads(index.read_bytes())["weight_map"]
-            names = sorted(set(file_of.values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise WeightError(f"{index} is not a safetensors index: {error!r}") from error
-        if not all(isinstance(name, str) and _is_inside(Path(name)) for name in names):
-            raise WeightError(f"{index} names something else than files of its folder: {names}")
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing:
-            raise WeightError(f"{folder} lacks {abridged(missing)}, named by {INDEX}")
-        paths = {name: folder / name for name in names}
-        return CheckpointFiles(list(paths.values()), {tensor: paths[name] for tensor, name in file_of.items()})
-    others = sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.gguf"))
-    hint = f" ({others[0]} is not supported: convert it to safetensors)" if others else ""
-    raise WeightError(f"{folder} has neither {SINGLE} nor {INDEX}{hint}")
-
-
-def _is_inside(path: Path) -> bool:
-    """True if a relative path stays in its folder. The file there may be a link: in the hub's cache all are."""
-    return not path.is_absolute() and ".." not in path.parts

@@ -20,8 +20,7 @@ from minisgl.models.generic.attention_interface import PAGED, register
 from minisgl.models.generic.causal_lm import GenericCausalLM, modules_of
 from minisgl.models.generic.meta_run import check_sharding
 from minisgl.models.generic.model_probe import hf_config, make_empty
-from minisgl.models.hub import has_safetensors
-from minisgl.models.weights.checkpoint import Checkpoint
+from minisgl.models.weights.checkpoint import Checkpoint, has_safetensors
 
 logger = logging.getLogger(__name__)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from minisgl.error_text import file_error
+from minisgl.error_text import abridged, file_error
 from minisgl.models.config.model_config import CheckpointNames, WeightError
-from minisgl.models.hub import checkpoint_files
 from minisgl.quantization.dequantize import QuantizedTensors, find_quantized, is_of_quantized
 from minisgl.quantization.kv_scales import read_kv_scales, weight_factors
 from minisgl.quantization.levels import LevelFormat, Levels
@@ -25,6 +26,8 @@ from minisgl.quantization.schemes import Quantization
 
 logger = logging.getLogger(__name__)
 
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
 _OPEN_FILES = 4  # at a time, because a matrix and its scales may be in different files
 _BLOCK = 1 << 24  # number of values dequantized at a time
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -33,14 +36,14 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 class SafetensorsTensor:
     """Implements quantization.matrix.StoredTensor over a safetensors file."""
 
-    def __init__(self, files: _Files, path: Path, name: str) -> None:
-        self._files, self.path, self.name = files, path, name
-        about = files.open(path).get_slice(name)
+    def __init__(self, open_file: Callable[[Path], Any], path: Path, name: str) -> None:
+        self._open_file, self.path, self.name = open_file, path, name
+        about = open_file(path).get_slice(name)
         self.shape: tuple[int, ...] = tuple(about.get_shape())
         self.dtype: str = about.get_dtype()
 
     def read(self, *index: slice) -> Tensor:
-        file = self._files.open(self.path)
+        file = self._open_file(self.path)
         tensor: Tensor
         if all(axis == slice(None) for axis in index):
             tensor = file.get_tensor(self.name)
@@ -49,11 +52,13 @@ class SafetensorsTensor:
         return tensor
 
 
-class _Files:
-    """Opens safetensors files and keeps the last few open."""
-
-    def __init__(self) -> None:
-        self.open = lru_cache(maxsize=_OPEN_FILES)(_open)
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Raise WeightError, which begins with `what`, in the place of a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        raise WeightError(f"{what}: {error}") from error
 
 
 class Checkpoint:
@@ -63,16 +68,16 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path, names: CheckpointNames, quantization: Quantization | None) -> None:
-        self._files = _Files()
+        open_file = lru_cache(maxsize=_OPEN_FILES)(_open)
         stored: dict[str, SafetensorsTensor] = {}
         left_out: list[str] = []
-        paths, path_of = checkpoint_files(folder)
+        paths, path_of = _files(folder)
         for path in paths:
-            for name in self._files.open(path).keys():  # noqa: SIM118 (not a dict)
+            for name in open_file(path).keys():  # noqa: SIM118 (not a dict)
                 if names.ours(name) is None:
                     left_out.append(next(prefix for prefix in names.ignored if name.startswith(prefix)))
                 elif name not in stored or path_of.get(name) == path:
-                    stored[name] = SafetensorsTensor(self._files, path, name)
+                    stored[name] = SafetensorsTensor(open_file, path, name)
                 elif path_of.get(name) != stored[name].path:
                     raise WeightError(
                         f"{name} is in {stored[name].path} and in {path.name}, and the index names neither for it"
@@ -87,10 +92,8 @@ class Checkpoint:
             if undescribed is not None:
                 raise WeightError(f"{undescribed}: config.json has no quantization_config that says how to read it")
         else:
-            try:
+            with naming(f"the checkpoint in {folder} ({quantization.name})"):
                 self._quantized = find_quantized(stored, quantization)
-            except ValueError as error:
-                raise WeightError(f"the checkpoint in {folder} ({quantization.name}): {error}") from error
             self.zero_biases = {names.ours(name) or name for name in self._find_zero_biases(stored)}
         plain = {name: tensor for name, tensor in stored.items() if name not in self._quantized.used}
         both: dict[str, SafetensorsTensor | QuantizedMatrix | Mxfp4Experts] = {**plain, **self._quantized.matrices}
@@ -127,7 +130,14 @@ class Checkpoint:
 
     def read_into(self, target: Tensor, name: str, source: tuple[slice, ...]) -> None:
         """Fill `target` from a part of a tensor, rounded to its dtype; a quantized matrix a few rows at a time."""
-        self._read_into(target, name, source)
+        tensor = self._tensors[name]
+        if isinstance(tensor, SafetensorsTensor):
+            target.copy_(tensor.read(*source))
+        else:
+            for at, rows, columns, steps in _parts(tensor.shape, source):
+                with naming(name):
+                    values = tensor.read(rows, *columns)
+                target[at].copy_(values[steps])
         if name in self._factors:
             target.mul_(self._factors[name])
 
@@ -151,18 +161,6 @@ class Checkpoint:
             if isinstance(tensor, SafetensorsTensor) and tensor.dtype not in _FLOATS:
                 raise WeightError(f"{name} is stored as {tensor.dtype}, and config.json does not say how to read it")
 
-    def _read_into(self, target: Tensor, name: str, source: tuple[slice, ...]) -> None:
-        tensor = self._tensors[name]
-        if isinstance(tensor, SafetensorsTensor):
-            target.copy_(tensor.read(*source))
-            return
-        for at, rows, columns, steps in _parts(tensor.shape, source):
-            try:
-                values = tensor.read(rows, *columns)
-            except ValueError as error:
-                raise WeightError(f"{name}: {error}") from error
-            target[at].copy_(values[steps])
-
     def level_format(self, name: str, source: tuple[slice, ...]) -> LevelFormat | None:
         """Return how the columns of a part are stored, if `read_levels_into` can read them as they are."""
         tensor = self._tensors[name]
@@ -177,10 +175,8 @@ class Checkpoint:
         if isinstance(tensor, SafetensorsTensor | Mxfp4Experts):
             raise TypeError(f"{name} is not a quantized matrix")
         for at, rows, columns, steps in _parts(tensor.shape, source):
-            try:
+            with naming(name):
                 values = tensor.levels(rows, *columns)
-            except ValueError as error:
-                raise WeightError(f"{name}: {error}") from error
             target[at].copy_(values[steps[0]])
         if name in self._factors:
             target.scales.mul_(self._factors[name])
@@ -195,10 +191,8 @@ class Checkpoint:
             experts, columns, rows = axes
             part = slice(rows[0], rows[-1] + 1), slice(columns[0], columns[-1] + 1)
             for expert in experts:
-                try:
+                with naming(name):
                     values = tensor.expert_levels(expert, *part)
-                except ValueError as error:
-                    raise WeightError(f"{name}: {error}") from error
                 yield values[:: rows.step].to(device)
             return
         levels = Levels.empty(form, torch.Size(map(len, axes)), device)
@@ -227,6 +221,42 @@ def _parts(
     for start in range(0, len(first), count):
         rows = first[start : start + count]
         yield slice(start, start + len(rows)), slice(rows[0], rows[-1] + 1), columns, steps
+
+
+def has_safetensors(folder: Path) -> bool:
+    """Return True if `Checkpoint` finds files in the folder."""
+    return (folder / _SINGLE).is_file() or (folder / _INDEX).is_file()
+
+
+def _files(folder: Path) -> tuple[list[Path], Mapping[str, Path]]:
+    """Return the safetensors files of a model folder, and the one that an index names for each tensor.
+
+    Raises WeightError if there are no files or one is missing.
+    """
+    if (folder / _SINGLE).is_file():  # takes precedence over an index, which an older save may have left
+        return [folder / _SINGLE], {}
+    index = folder / _INDEX
+    if index.is_file():
+        try:
+            file_of = json.loads(index.read_bytes())["weight_map"]
+            names = sorted(set(file_of.values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise WeightError(f"{index} is not a safetensors index: {error!r}") from error
+        if not all(isinstance(name, str) and _is_inside(Path(name)) for name in names):
+            raise WeightError(f"{index} names something else than files of its folder: {names}")
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise WeightError(f"{folder} lacks {abridged(missing)}, named by {_INDEX}")
+        paths = {name: folder / name for name in names}
+        return list(paths.values()), {tensor: paths[name] for tensor, name in file_of.items()}
+    others = sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.gguf"))
+    hint = f" ({others[0]} is not supported: convert it to safetensors)" if others else ""
+    raise WeightError(f"{folder} has neither {_SINGLE} nor {_INDEX}{hint}")
+
+
+def _is_inside(path: Path) -> bool:
+    """True if a relative path stays in its folder. The file there may be a link: in the hub's cache all are."""
+    return not path.is_absolute() and ".." not in path.parts
 
 
 def _open(path: Path) -> Any:  # safe_open's methods have no types

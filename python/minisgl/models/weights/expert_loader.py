@@ -14,8 +14,7 @@ from torch import Tensor
 from minisgl.layers.linear import allocate, unallocated
 from minisgl.layers.mlp import Experts
 from minisgl.layers.weight_slice import ExpertSlice, WeightSlice
-from minisgl.models.config.model_config import WeightError
-from minisgl.models.weights.checkpoint import Checkpoint
+from minisgl.models.weights.checkpoint import Checkpoint, naming
 from minisgl.models.weights.forms import WeightForms
 from minisgl.quantization.expert_layout import PackedExperts
 from minisgl.quantization.levels import LevelFormat, Levels
@@ -85,10 +84,8 @@ class ExpertLoader:
 
     @staticmethod
     def _fill(packed: PackedExperts, expert: int, part: ExpertSlice, levels: Levels) -> None:
-        try:
+        with naming(part.name):
             packed.fill(expert, part.rows, levels)
-        except ValueError as error:
-            raise WeightError(f"{part.name}: {error}") from error
 
     def _part_loaded(self) -> None:
         self._left -= 1
