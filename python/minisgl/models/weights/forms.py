@@ -32,47 +32,32 @@ class WeightForms:
     def rounded(self, module: Linear) -> LevelFormat | None:
         """Return the format that a dense weight is rounded to when it is loaded, if products read that format."""
         rounds_x = self.fp8_activations and self.method == "fp8"
-        return self._kept({INT4_FORMAT} if self.method == "int4" else self._rounding(rounds_x=rounds_x), module)
+        form = INT4_FORMAT if self.method == "int4" else self._rounding(rounds_x=rounds_x)
+        return _kept(form, self.keeps, module.weight)
 
     def stored(self, module: Linear, formats: set[LevelFormat | None]) -> LevelFormat | None:
         """Return the common format of all parts of a weight, if products read that format."""
-        return self._kept(_by_one_scale(formats) if self.fp8_activations else _in_16_bits(formats), module)
+        formats = _by_one_scale(formats) if self.fp8_activations else _in_16_bits(formats)
+        return _kept(_only(formats), self.keeps, module.weight)
 
     def rounded_experts(self, experts: Experts) -> LevelFormat | None:
         """Return the format that dense experts are rounded to, if products read that format."""
-        return self._kept_experts(self._rounding(), experts)
+        return _kept(self._rounding(), self.keeps_experts, experts.w13, experts.w2)
 
     def stored_experts(self, experts: Experts, formats: set[LevelFormat | None]) -> LevelFormat | None:
         """Return the common format of all parts of experts, if products read it; these products never round x."""
-        return self._kept_experts(_in_16_bits(formats), experts)
+        return _kept(_only(_in_16_bits(formats)), self.keeps_experts, experts.w13, experts.w2)
 
     def largest_of_rows(self, weight: Tensor, *, divided: bool) -> Tensor:
         """Return each row's largest magnitude, float32 [out, 1], over all ranks' columns if they are `divided`."""
         largest = largest_of_rows(weight)
         return self.tp.all_gather(largest).amax(1, keepdim=True) if divided and self.tp.size > 1 else largest
 
-    def _rounding(self, *, rounds_x: bool = False) -> set[LevelFormat | None]:
+    def _rounding(self, *, rounds_x: bool = False) -> LevelFormat | None:
         """Return the 8-bit format of `method`, for weights and experts."""
         if self.method is None or self.method == "int4":
-            return set()
-        return {LevelFormat(self.method, rounds_x=rounds_x)}
-
-    def _kept(self, formats: set[LevelFormat | None], module: Linear) -> LevelFormat | None:
-        width, size = module.weight.shape
-        form = _only(formats)
-        if self.keeps is None or form is None or not self.keeps(form, width, size, module.weight.dtype):
             return None
-        return form
-
-    def _kept_experts(self, formats: set[LevelFormat | None], experts: Experts) -> LevelFormat | None:
-        form = _only(formats)
-        if self.keeps_experts is None or form is None:
-            return None
-        for matrix in (experts.w13, experts.w2):
-            _, width, size = matrix.shape
-            if not self.keeps_experts(form, width, size, matrix.dtype):
-                return None
-        return form
+        return LevelFormat(self.method, rounds_x=rounds_x)
 
 
 def _in_16_bits(formats: set[LevelFormat | None]) -> set[LevelFormat | None]:
@@ -88,3 +73,14 @@ def _by_one_scale(formats: set[LevelFormat | None]) -> set[LevelFormat | None]:
 def _only(formats: set[LevelFormat | None]) -> LevelFormat | None:
     """Return the format if all parts have the same one."""
     return next(iter(formats)) if len(formats) == 1 else None
+
+
+def _kept(form: LevelFormat | None, keeps: Keeps | None, *matrices: Tensor) -> LevelFormat | None:
+    """Return the format if products read matrices [.., out, in] in it."""
+    if keeps is None or form is None:
+        return None
+    for matrix in matrices:
+        width, size = matrix.shape[-2:]
+        if not keeps(form, width, size, matrix.dtype):
+            return None
+    return form
