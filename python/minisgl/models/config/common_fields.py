@@ -37,8 +37,8 @@ MULTIMODAL_NAMES = CheckpointNames(
 )
 
 
-def read_attention(reader: ConfigReader, rope: RopeConfig) -> AttentionConfig:
-    """Read heads and their sizes, scaled by head_dim ** -0.5."""
+def read_attention(reader: ConfigReader, rope: RopeConfig, *, bias: bool = False) -> AttentionConfig:
+    """Read heads and their sizes, scaled by head_dim ** -0.5. `bias`: all of its products have biases."""
     num_heads, hidden_size = reader.count("num_attention_heads"), reader.count("hidden_size")
     if reader.get("head_dim") is None and hidden_size % num_heads:
         raise UnsupportedModel(f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}")
@@ -58,7 +58,13 @@ def read_attention(reader: ConfigReader, rope: RopeConfig) -> AttentionConfig:
         raise UnsupportedModel(
             f"short_factor must hold {rotary_dim // 2} numbers, not {len(rope.scaling.short_factors)}"
         )
-    return AttentionConfig(num_heads, num_kv_heads, head_dim, rope, scale=head_dim**-0.5)
+    return AttentionConfig(num_heads, num_kv_heads, head_dim, rope, scale=head_dim**-0.5, qkv_bias=bias, out_bias=bias)
+
+
+def read_window(reader: ConfigReader, context_len: int) -> int | None:
+    """Return the sliding window; None if no sequence is longer than it."""
+    window = reader.count("sliding_window")
+    return window if window < context_len else None
 
 
 def read_layer_types(reader: ConfigReader, num_layers: int) -> list[bool] | None:

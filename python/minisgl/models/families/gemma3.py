@@ -16,6 +16,7 @@ from minisgl.models.config.common_fields import (
     read_layer_types,
     read_model,
     read_ropes_by_type,
+    read_window,
 )
 from minisgl.models.config.config_reader import ConfigReader, brief
 from minisgl.models.config.model_config import CheckpointNames, ModelConfig, UnsupportedModel
@@ -58,22 +59,19 @@ def read_gemma3(architecture: str, reader: ConfigReader) -> ModelConfig:
     reader = reader.with_defaults(_DEFAULTS)
     check_activation(reader)
     num_layers, context_len = reader.count("num_hidden_layers"), reader.count("max_position_embeddings")
-    pattern, window = reader.count("sliding_window_pattern"), reader.count("sliding_window")
+    pattern, window = reader.count("sliding_window_pattern"), read_window(reader, context_len)
     windowed = read_layer_types(reader, num_layers) or [(layer + 1) % pattern != 0 for layer in range(num_layers)]
     full_rope, window_rope = read_ropes_by_type(
         reader,
         theta=reader.number("rope_theta", 1_000_000.0),
         window_theta=reader.number("rope_local_base_freq", 10_000.0),
     )
-    has_bias = reader.flag("attention_bias")
     full = dataclasses.replace(
-        read_attention(reader, full_rope),
+        read_attention(reader, full_rope, bias=reader.flag("attention_bias")),
         scale=reader.number("query_pre_attn_scalar") ** -0.5,
         qk_norm="head",
-        qkv_bias=has_bias,
-        out_bias=has_bias,
     )
-    sliding = dataclasses.replace(full, rope=window_rope, window=window if window < context_len else None)
+    sliding = dataclasses.replace(full, rope=window_rope, window=window)
     mlp = MLPConfig(reader.count("intermediate_size"), activation="gelu_tanh")
     layers = [LayerConfig(sliding if slides else full, mlp, SANDWICH_NORMS) for slides in windowed]
     model = read_model(architecture, reader, layers, context_len)

@@ -26,6 +26,7 @@ from minisgl.models.config.common_fields import (
     read_layer_types,
     read_model,
     read_ropes_by_type,
+    read_window,
 )
 from minisgl.models.config.config_reader import ConfigReader, brief
 from minisgl.models.config.model_config import CheckpointNames, ModelConfig, UnsupportedModel
@@ -69,8 +70,7 @@ def read_gemma4(architecture: str, reader: ConfigReader) -> ModelConfig:
     num_layers, context_len = reader.count("num_hidden_layers"), reader.count("max_position_embeddings")
     windowed = read_layer_types(reader, num_layers) or [(layer + 1) % 6 != 0 for layer in range(num_layers)]
     windowed[-1] = False  # transformers ignores the file here
-    window = reader.count("sliding_window")
-    sliding, full = _read_attentions(reader, window if window < context_len else None)
+    sliding, full = _read_attentions(reader, read_window(reader, context_len))
     _check_sizes(reader, sliding, full, windowed)
     mlp = MLPConfig(reader.count("intermediate_size"), activation="gelu_tanh")
     parts = Gemma4Parts(experts=_read_experts(reader) if reader.flag("enable_moe_block") else None)
@@ -102,16 +102,8 @@ def _read_attentions(reader: ConfigReader, window: int | None) -> tuple[Attentio
     """Read attention of layers with a window and of those without, whose heads have another size."""
     theta = reader.number("rope_theta", 10_000.0)
     full_rope, window_rope = read_ropes_by_type(reader, theta=theta, window_theta=theta)
-    has_bias = reader.flag("attention_bias")
-    sliding = dataclasses.replace(
-        read_attention(reader, window_rope),
-        scale=1.0,
-        window=window,
-        qk_norm="head",
-        qkv_bias=has_bias,
-        out_bias=has_bias,
-        v_norm=True,
-    )
+    attention = read_attention(reader, window_rope, bias=reader.flag("attention_bias"))
+    sliding = dataclasses.replace(attention, scale=1.0, window=window, qk_norm="head", v_norm=True)
     k_is_v, head_dim, num_kv_heads = reader.flag("attention_k_eq_v"), sliding.head_dim, sliding.num_kv_heads
     if (saved := _saved_sizes(reader)) is not None:
         head_dim = saved.count("head_dim", head_dim)

@@ -18,6 +18,7 @@ from minisgl.models.config.common_fields import (
     read_layer_types,
     read_model,
     read_rope,
+    read_window,
 )
 from minisgl.models.config.config_reader import ConfigReader
 from minisgl.models.config.model_config import ModelConfig
@@ -49,10 +50,9 @@ def read_gpt_oss(architecture: str, reader: ConfigReader) -> ModelConfig:
     reader = reader.with_defaults(_DEFAULTS)
     rope = read_rope(reader)
     context_len, num_layers = read_context_len(reader, rope), reader.count("num_hidden_layers")
-    has_bias = reader.flag("attention_bias")
-    full = dataclasses.replace(read_attention(reader, rope), qkv_bias=has_bias, out_bias=has_bias, has_sinks=True)
-    window = reader.count("sliding_window")
-    sliding = dataclasses.replace(full, window=window if window < context_len else None)
+    attention = read_attention(reader, rope, bias=reader.flag("attention_bias"))
+    full = dataclasses.replace(attention, has_sinks=True)
+    sliding = dataclasses.replace(full, window=read_window(reader, context_len))
     windowed = read_layer_types(reader, num_layers) or [layer % 2 == 0 for layer in range(num_layers)]
     experts = _read_experts(reader)
     layers = [LayerConfig(sliding if slides else full, experts) for slides in windowed]

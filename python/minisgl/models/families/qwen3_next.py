@@ -56,10 +56,8 @@ def read_qwen3_next(architecture: str, reader: ConfigReader) -> ModelConfig:
     num_layers, rope = reader.count("num_hidden_layers"), read_rope(reader, partial=True)
     if not reader.flag("attn_output_gate", default=True):
         raise UnsupportedModel("attn_output_gate false is not supported")
-    has_bias = reader.flag("attention_bias")
-    attention = dataclasses.replace(
-        read_attention(reader, rope), qk_norm="head", qkv_bias=has_bias, out_bias=has_bias, output_gate=True
-    )
+    attention = read_attention(reader, rope, bias=reader.flag("attention_bias"))
+    attention = dataclasses.replace(attention, qk_norm="head", output_gate=True)
     delta_net = _read_delta_net(reader, grouped=architecture == _NEXT)
     mlps = _read_mlps(family, reader, num_layers)
     mixers: list[AttentionConfig | DeltaNetConfig] = [
