@@ -198,9 +198,7 @@ def _read_modelopt(fields: _Fields) -> Quantization:
     """Read FP8 of NVIDIA's Model Optimizer: one scale per tensor, static activations, modules excluded by wildcards."""
     fields.one_of("quant_algo", ("FP8",))
     fields.one_of("kv_cache_quant_algo", ("FP8", "none"), "none")
-    cache = fields.inside("kv_cache_scheme")
-    if cache is not None:
-        _check_kv_cache(cache)
+    _has_kv_cache(fields)
     left_out = (
         f"re:{fnmatch.translate(name)}" if "*" in name else name
         for name in fields.names(*_IGNORE_KEYS, "exclude_modules")
@@ -218,11 +216,8 @@ def _read_compressed_tensors(fields: _Fields) -> Quantization:
     sparsity = fields.inside("sparsity_config")
     if sparsity is not None:
         sparsity.one_of("format", ("dense",), "dense")
-    cache = fields.inside("kv_cache_scheme")
-    if cache is not None:
-        _check_kv_cache(cache)
-    groups = fields.inside("config_groups")
-    if groups is None or not (groups.raw or cache):
+    has_cache, groups = _has_kv_cache(fields), fields.inside("config_groups")
+    if groups is None or not (groups.raw or has_cache):
         raise fields.refuse("config_groups")
     layout = fields.raw.get("format")
     by_target: dict[str, Scheme] = {}
@@ -246,12 +241,16 @@ def _modules_of(target: str) -> tuple[str, ...]:
     return () if target == _LINEAR else (target,)
 
 
-def _check_kv_cache(scheme: _Fields) -> None:
-    """Refuse a KV cache other than FP8 with one scale each for K and V per layer, or without scales."""
+def _has_kv_cache(fields: _Fields) -> bool:
+    """Return True for a KV cache of FP8 with one scale each for K and V per layer, or without scales. Refuse others."""
+    scheme = fields.inside("kv_cache_scheme")
+    if scheme is None:
+        return False
     scheme.one_of("num_bits", (8,))
     scheme.one_of("type", ("float",))
     scheme.one_of("strategy", ("tensor",), "tensor")
     scheme.one_of("symmetric", (True,), True)
+    return True
 
 
 def _compressed_scheme(group: _Fields, layout: Any, outer: _Fields) -> Scheme:
