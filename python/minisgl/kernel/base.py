@@ -356,14 +356,6 @@ class Ops(Protocol):
     def latent_values(self, latents: Tensor, weight: Tensor) -> Tensor:
         """Return the values [T, heads, value_dim] that weight [heads, value_dim, rank] makes of [T, heads, rank]."""
 
-    def norm_router(
-        self, x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None, gate: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Begin a mixture of experts: x [T, H], weight [experts, H] -> rms_norm(x), and its logits in their dtype.
-
-        `gate` [1, H] belongs to a shared expert that `merges_shared`; its logit follows the others.
-        """
-
     def norm_moe(
         self,
         x: Tensor,
@@ -374,7 +366,11 @@ class Ops(Protocol):
         mixture: Mixture,
         residual: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return rms_norm(x) and a mixture of experts of it: `norm_router` and `moe` of its logits."""
+        """Return rms_norm(x) [T, H] and a mixture of experts of it, `moe` of the router's logits in their dtype.
+
+        The router has the weight [experts, H]. `gate` [1, H] belongs to a shared expert that `merges_shared`; its logit
+        follows the others.
+        """
 
     def moe(self, x: Tensor, router_logits: Tensor, mixture: Mixture, residual: Tensor | None = None) -> Tensor:
         """Compute a mixture of gated experts: x [T, H] -> the weighted sum of each token's experts' outputs, [T, H].
@@ -392,7 +388,7 @@ class Ops(Protocol):
         """
 
     def merges_shared(self, tokens: int, mixture: Mixture, /) -> bool:
-        """Return True if `norm_router` and `moe` include the mixture's shared expert for this number of tokens."""
+        """Return True if `norm_moe` includes the mixture's shared expert for this number of tokens."""
 
     def moe_graph_safe(self, mixture: Mixture, /) -> bool:
         """Return True if `moe` launches the same work for any data, as a CUDA graph requires."""

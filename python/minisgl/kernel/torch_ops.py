@@ -165,6 +165,7 @@ class TorchOps:
     def norm_router(
         self, x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None, gate: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
+        """Return rms_norm(x) and its logits, the first part of `norm_moe`."""
         if gate is not None:
             raise ValueError("no shared expert is merged")
         normed = x if norm is None else self.rms_norm(x, norm)
