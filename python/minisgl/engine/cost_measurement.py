@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from minisgl.attention.base import AttentionSpec
-from minisgl.core import Batch, Int32Array, NewRow
+from minisgl.core import Batch, NewRow
 from minisgl.sampling_params import SamplingParams
 from minisgl.step_cost import StepCost
 
@@ -99,7 +99,7 @@ def measure_cost(
 
 @dataclass(frozen=True, slots=True)
 class _RandomSteps:
-    """Plans of steps of random text."""
+    """Plans of steps of random text. No two rows of a step share a page if there are enough."""
 
     random: np.random.Generator
     vocab_size: int
@@ -107,13 +107,32 @@ class _RandomSteps:
     page_size: int
 
     def plan(self, rows: int, start_pos: int, query_len: int, chunk: int = 0) -> Batch:
-        """Return a step of equal rows and the first `chunk` tokens of one more prompt."""
+        """Return a step of equal rows and the first `chunk` tokens of one more prompt.
+
+        All rows enter in this step, because captured decodes read lengths and tokens from the slot state.
+        """
         token_ids = list(self.random.integers(self.vocab_size, size=(rows, start_pos + query_len), dtype=np.int32))
         starts = [start_pos] * rows
         if chunk:
             token_ids.append(self.random.integers(self.vocab_size, size=chunk, dtype=np.int32))
             starts.append(0)
-        return _batch(token_ids, starts, self.pools, self.page_size)
+        known = np.array([len(ids) for ids in token_ids])
+        pages = -(-known // self.page_size)
+        slots = np.repeat(np.arange(len(known)), pages)
+        numbers = np.arange(len(slots))
+        indices = numbers - np.repeat(np.cumsum(pages) - pages, pages)
+        groups = (numbers % num_pages for num_pages in self.pools)
+        none = np.zeros(0, dtype=np.int32)
+        begins = np.array(starts, dtype=np.int32)
+        return Batch(
+            step=0,
+            slots=np.arange(len(known), dtype=np.int32),
+            start_pos=begins,
+            query_lens=(known - begins).astype(np.int32),
+            needs_sample=np.ones(len(known), dtype=np.bool_),
+            new_pages=np.stack([slots, indices, *groups], axis=1).astype(np.int32),
+            new_rows=[NewRow(slot, ids, none, SamplingParams(), 0, len(ids)) for slot, ids in enumerate(token_ids)],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,27 +166,3 @@ class _ManyDecodes:
             alone_row=alone_row,
             alone_fixed=max(seconds_of_few - few * (alone_row + cost.decode_context), 0.0),
         )
-
-
-def _batch(token_ids: Sequence[Int32Array], starts: Sequence[int], pools: Sequence[int], page_size: int) -> Batch:
-    """Return a step that computes each row's tokens [n] from its start on.
-
-    `pools`: number of pages of each group; no two rows share a page if there are enough. All rows enter in this step,
-    because captured decodes read lengths and tokens from the slot state.
-    """
-    known = np.array([len(ids) for ids in token_ids])
-    pages = -(-known // page_size)
-    slots = np.repeat(np.arange(len(known)), pages)
-    numbers = np.arange(len(slots))
-    indices = numbers - np.repeat(np.cumsum(pages) - pages, pages)
-    none = np.zeros(0, dtype=np.int32)
-    start_pos = np.array(starts, dtype=np.int32)
-    return Batch(
-        step=0,
-        slots=np.arange(len(known), dtype=np.int32),
-        start_pos=start_pos,
-        query_lens=(known - start_pos).astype(np.int32),
-        needs_sample=np.ones(len(known), dtype=np.bool_),
-        new_pages=np.stack([slots, indices, *(numbers % num_pages for num_pages in pools)], axis=1).astype(np.int32),
-        new_rows=[NewRow(slot, ids, none, SamplingParams(), 0, len(ids)) for slot, ids in enumerate(token_ids)],
-    )
