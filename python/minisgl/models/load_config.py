@@ -16,7 +16,7 @@ from minisgl.config.engine import ModelImplementation
 from minisgl.models.config.checkpoint_metadata import checkpoint_dtype, tokenizer_eos
 from minisgl.models.config.config_reader import ConfigReader, brief, read_object
 from minisgl.models.config.model_config import ModelConfig, UnsupportedModel
-from minisgl.models.config.quantization_config import describes_quantization, optimizer_config, read_quantization
+from minisgl.models.config.quantization_config import described_quantization, optimizer_config, read_quantization
 from minisgl.models.config.read_pooling import CAUSAL, CLASSIFIER, HEADLESS, read_pooling
 from minisgl.models.families import deepseek, gemma3, gemma4, glm4_moe, gpt_oss, llama, qwen3_next
 from minisgl.models.generic.read_config import read_generic
@@ -64,7 +64,7 @@ def load_model_config(
     if not (raw.get("dtype") or raw.get("torch_dtype")):
         raw = {**raw, "dtype": checkpoint_dtype(folder)}
     optimizer = folder / "hf_quant_config.json"
-    if optimizer.is_file() and not describes_quantization(raw):  # older files of NVIDIA's Model Optimizer
+    if optimizer.is_file() and described_quantization(raw) is None:  # older files of NVIDIA's Model Optimizer
         raw = {**raw, "quantization_config": optimizer_config(read_object(optimizer))}
     generation = read_object(folder / "generation_config.json")
     model = parse_config(raw, generation, tokenizer_eos(folder), implementation)

@@ -31,7 +31,7 @@ _GROUP_SIZES = (-1, *(2**power for power in range(3, 12)))
 
 def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     """Return how the checkpoint of a config.json stores its weights; None: as they are. Raises UnsupportedModel."""
-    raw = _described(config)
+    raw = described_quantization(config)
     if raw is None:
         return None
     if not isinstance(raw, dict):
@@ -46,15 +46,11 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     return _METHODS[method](_Fields(method, raw))
 
 
-def _described(config: Mapping[str, Any]) -> Any:
+def described_quantization(config: Mapping[str, Any]) -> Any:
+    """Return what a config.json says of how weights are quantized; None: nothing."""
     inner = config.get("text_config")
     objects = [config, inner] if isinstance(inner, dict) else [config]
     return next((one[key] for one in objects for key in _KEYS if one.get(key) is not None), None)
-
-
-def describes_quantization(config: Mapping[str, Any]) -> bool:
-    """Return True if a config.json says how weights are quantized."""
-    return _described(config) is not None
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
