@@ -68,23 +68,7 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path, names: CheckpointNames, quantization: Quantization | None) -> None:
-        open_file = lru_cache(maxsize=_OPEN_FILES)(_open)
-        stored: dict[str, SafetensorsTensor] = {}
-        left_out: list[str] = []
-        paths, path_of = _files(folder)
-        for path in paths:
-            for name in open_file(path).keys():  # noqa: SIM118 (not a dict)
-                if names.ours(name) is None:
-                    left_out.append(next(prefix for prefix in names.ignored if name.startswith(prefix)))
-                elif name not in stored or path_of.get(name) == path:
-                    stored[name] = SafetensorsTensor(open_file, path, name)
-                elif path_of.get(name) != stored[name].path:
-                    raise WeightError(
-                        f"{name} is in {stored[name].path} and in {path.name}, and the index names neither for it"
-                    )
-        if left_out:
-            prefixes = ", ".join(sorted({prefix.removesuffix(".") for prefix in left_out}))
-            logger.info("%d tensors that plain text does not need are left out: %s", len(left_out), prefixes)
+        stored = _stored_tensors(folder, names)
         self._quantized = QuantizedTensors()
         self.zero_biases: set[str] = set()  # names of biases that a model without biases may leave out
         if quantization is None:
@@ -221,6 +205,28 @@ def _parts(
     for start in range(0, len(first), count):
         rows = first[start : start + count]
         yield slice(start, start + len(rows)), slice(rows[0], rows[-1] + 1), columns, steps
+
+
+def _stored_tensors(folder: Path, names: CheckpointNames) -> dict[str, SafetensorsTensor]:
+    """Return the tensors of a model folder that text needs, by their names there."""
+    open_file = lru_cache(maxsize=_OPEN_FILES)(_open)
+    stored: dict[str, SafetensorsTensor] = {}
+    left_out: list[str] = []
+    paths, path_of = _files(folder)
+    for path in paths:
+        for name in open_file(path).keys():  # noqa: SIM118 (not a dict)
+            if names.ours(name) is None:
+                left_out.append(next(prefix for prefix in names.ignored if name.startswith(prefix)))
+            elif name not in stored or path_of.get(name) == path:
+                stored[name] = SafetensorsTensor(open_file, path, name)
+            elif path_of.get(name) != stored[name].path:
+                raise WeightError(
+                    f"{name} is in {stored[name].path} and in {path.name}, and the index names neither for it"
+                )
+    if left_out:
+        prefixes = ", ".join(sorted({prefix.removesuffix(".") for prefix in left_out}))
+        logger.info("%d tensors that plain text does not need are left out: %s", len(left_out), prefixes)
+    return stored
 
 
 def has_safetensors(folder: Path) -> bool:
