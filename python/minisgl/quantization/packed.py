@@ -32,11 +32,13 @@ class GroupedIntegers(ABC):
     """
 
     def __init__(
-        self, shape: tuple[int, int], bits: int, group: int, g_idx: StoredTensor | None, *, zeros: bool
+        self, shape: tuple[int, int], bits: int, group_size: int, g_idx: StoredTensor | None, *, zeros: bool
     ) -> None:
+        """`group_size`: as in the schemes, -1 for one group."""
         self.shape = shape
-        self._bits, self._group, self._g_idx, self._has_zeros = bits, group, g_idx, zeros
-        self._num_groups = -(-shape[1] // group)
+        self._bits, self._g_idx, self._has_zeros = bits, g_idx, zeros
+        self._group = shape[1] if group_size == -1 else group_size
+        self._num_groups = -(-shape[1] // self._group)
         if g_idx is not None:
             check_shape("g_idx", g_idx, shape[1])
 
@@ -109,8 +111,7 @@ class AwqMatrix(GroupedIntegers):
 
     def __init__(self, scheme: AwqWeights, qweight: StoredTensor, qzeros: StoredTensor, scales: StoredTensor) -> None:
         columns, words = matrix_shape("qweight", qweight)
-        group = columns if scheme.group_size == -1 else scheme.group_size
-        super().__init__((words * _AWQ_WORD, columns), _AWQ_BITS, group, None, zeros=True)
+        super().__init__((words * _AWQ_WORD, columns), _AWQ_BITS, scheme.group_size, None, zeros=True)
         check_shape("qzeros", qzeros, self._num_groups, words)
         check_shape("scales", scales, self._num_groups, words * _AWQ_WORD)
         self._qweight, self._qzeros, self._stored_scales = qweight, qzeros, scales
@@ -147,9 +148,7 @@ class GptqMatrix(GroupedIntegers):
     ) -> None:
         self._zero_offset, self._per_word = scheme.zero_offset, 32 // scheme.bits
         words, rows = matrix_shape("qweight", qweight)
-        columns = words * self._per_word
-        group = columns if scheme.group_size == -1 else scheme.group_size
-        super().__init__((rows, columns), scheme.bits, group, g_idx, zeros=True)
+        super().__init__((rows, words * self._per_word), scheme.bits, scheme.group_size, g_idx, zeros=True)
         check_shape("scales", scales, self._num_groups, rows)
         check_shape("qzeros", qzeros, self._num_groups, rows // self._per_word)
         self._qweight, self._qzeros, self._stored_scales = qweight, qzeros, scales
@@ -187,8 +186,7 @@ class PackedMatrix(GroupedIntegers):
         check_shape("weight_shape", shape, 2)
         rows, columns = (int(size) for size in shape.read().tolist())
         check_shape("weight_packed", packed, rows, -(-columns // self._per_word))
-        group = columns if scheme.group_size == -1 else scheme.group_size
-        super().__init__((rows, columns), scheme.bits, group, g_idx, zeros=zero_point is not None)
+        super().__init__((rows, columns), scheme.bits, scheme.group_size, g_idx, zeros=zero_point is not None)
         check_shape("weight_scale", scale, rows, self._num_groups)
         if zero_point is not None:
             check_shape("weight_zero_point", zero_point, -(-rows // self._per_word), self._num_groups)
