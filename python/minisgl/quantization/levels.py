@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -72,15 +73,16 @@ class Levels:
 
     def __getitem__(self, rows: slice | Tensor) -> Levels:
         """Return some rows; a slice shares memory with this matrix."""
-        zeros = None if self.zeros is None else self.zeros[rows]
-        offsets = None if self.offsets is None else self.offsets[rows]
-        return Levels(self.format, self.codes[rows], self.scales[rows], zeros, offsets)
+        return self._each(lambda part: part[rows])
 
     def to(self, device: torch.device) -> Levels:
         """Return the matrix on a device."""
-        zeros = None if self.zeros is None else self.zeros.to(device)
-        offsets = None if self.offsets is None else self.offsets.to(device)
-        return Levels(self.format, self.codes.to(device), self.scales.to(device), zeros, offsets)
+        return self._each(lambda part: part.to(device))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Levels:
+        zeros = None if self.zeros is None else change(self.zeros)
+        offsets = None if self.offsets is None else change(self.offsets)
+        return Levels(self.format, change(self.codes), change(self.scales), zeros, offsets)
 
     def copy_(self, other: Levels) -> None:
         """Take the values of another matrix of this format and shape."""
