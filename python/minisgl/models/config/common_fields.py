@@ -103,18 +103,31 @@ def read_experts(reader: ConfigReader, num_layers: int) -> dict[int, MoEConfig]:
     return {layer: experts for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0}
 
 
-def read_model(architecture: str, reader: ConfigReader, layers: Sequence[LayerConfig], context_len: int) -> ModelConfig:
-    """Return a decoder of these layers. UnsupportedModel for a key that changes the result and has not been read."""
+def read_model(
+    architecture: str,
+    reader: ConfigReader,
+    layers: Sequence[LayerConfig],
+    context_len: int,
+    *,
+    float32_norms: bool = False,
+    unit_offset: bool = False,
+    checkpoint: CheckpointNames = CheckpointNames(),  # noqa: B008
+) -> ModelConfig:
+    """Return a decoder of these layers. UnsupportedModel for a key that changes the result and has not been read.
+
+    `float32_norms` and `unit_offset` as in NormConfig.
+    """
     model = ModelConfig(
         architecture=architecture,
         vocab_size=reader.count("vocab_size"),
         hidden_size=reader.count("hidden_size"),
         layers=tuple(layers),
-        norm=NormConfig(reader.number("rms_norm_eps", 1e-6)),
+        norm=NormConfig(reader.number("rms_norm_eps", 1e-6), float32=float32_norms, unit_offset=unit_offset),
         max_position_embeddings=context_len,
         tie_word_embeddings=reader.flag("tie_word_embeddings"),
         dtype=reader.dtype(),
         initializer_range=reader.number("initializer_range", 0.02),
+        checkpoint=checkpoint,
     )
     reader.refuse_unread()
     return model

@@ -77,8 +77,8 @@ def read_deepseek(architecture: str, reader: ConfigReader) -> ModelConfig:
     dense, experts = MLPConfig(reader.count("intermediate_size")), _read_experts(architecture, reader)
     sparse = _read_sparse_layers(reader)
     layers = [LayerConfig(attention, experts if is_sparse else dense) for is_sparse in sparse]
-    model = read_model(architecture, reader, layers, read_context_len(reader, rope))
-    return dataclasses.replace(model, checkpoint=without_prediction(reader))
+    names = without_prediction(reader)
+    return read_model(architecture, reader, layers, read_context_len(reader, rope), checkpoint=names)
 
 
 def _read_attention(reader: ConfigReader, rope: RopeConfig) -> AttentionConfig:

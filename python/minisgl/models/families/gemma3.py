@@ -74,10 +74,8 @@ def read_gemma3(architecture: str, reader: ConfigReader) -> ModelConfig:
     sliding = dataclasses.replace(full, rope=window_rope, window=window)
     mlp = MLPConfig(reader.count("intermediate_size"), activation="gelu_tanh")
     layers = [LayerConfig(sliding if slides else full, mlp, SANDWICH_NORMS) for slides in windowed]
-    model = read_model(architecture, reader, layers, context_len)
-    return dataclasses.replace(
-        model,
-        norm=dataclasses.replace(model.norm, float32=True, unit_offset=True),
-        embedding_scale=reader.count("hidden_size") ** 0.5,
-        checkpoint=MULTIMODAL_NAMES if architecture == _WITH_VISION else CheckpointNames(),
+    names = MULTIMODAL_NAMES if architecture == _WITH_VISION else CheckpointNames()
+    model = read_model(
+        architecture, reader, layers, context_len, float32_norms=True, unit_offset=True, checkpoint=names
     )
+    return dataclasses.replace(model, embedding_scale=reader.count("hidden_size") ** 0.5)

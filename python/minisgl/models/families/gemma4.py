@@ -87,14 +87,13 @@ def read_gemma4(architecture: str, reader: ConfigReader) -> ModelConfig:
     ]
     inputs = _read_layer_inputs(reader)
     cap = None if reader.get("final_logit_softcapping") is None else reader.number("final_logit_softcapping")
-    model = read_model(architecture, reader, layers, context_len)
+    names = _checkpoint(_CHECKPOINT if architecture == _WITH_TOWERS else CheckpointNames(), sources)
+    model = read_model(architecture, reader, layers, context_len, float32_norms=True, checkpoint=names)
     return dataclasses.replace(
         model,
-        norm=dataclasses.replace(model.norm, float32=True),
         layer_inputs=inputs,
         embedding_scale=reader.count("hidden_size") ** 0.5,
         logits_softcap=cap,
-        checkpoint=_checkpoint(_CHECKPOINT if architecture == _WITH_TOWERS else CheckpointNames(), sources),
     )
 
 

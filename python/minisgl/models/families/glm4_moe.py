@@ -42,5 +42,5 @@ def read_glm4_moe(architecture: str, reader: ConfigReader) -> ModelConfig:
     experts = read_grouped_experts(reader)
     first, num_layers = reader.count("first_k_dense_replace", least=0), reader.count("num_hidden_layers")
     layers = [LayerConfig(attention, dense if layer < first else experts) for layer in range(num_layers)]
-    model = read_model(architecture, reader, layers, read_context_len(reader, rope))
-    return dataclasses.replace(model, checkpoint=without_prediction(reader))
+    names = without_prediction(reader)
+    return read_model(architecture, reader, layers, read_context_len(reader, rope), checkpoint=names)

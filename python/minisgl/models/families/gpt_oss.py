@@ -56,8 +56,7 @@ def read_gpt_oss(architecture: str, reader: ConfigReader) -> ModelConfig:
     windowed = read_layer_types(reader, num_layers) or [layer % 2 == 0 for layer in range(num_layers)]
     experts = _read_experts(reader)
     layers = [LayerConfig(sliding if slides else full, experts) for slides in windowed]
-    model = read_model(architecture, reader, layers, context_len)
-    return dataclasses.replace(model, norm=dataclasses.replace(model.norm, float32=True))
+    return read_model(architecture, reader, layers, context_len, float32_norms=True)
 
 
 def _read_experts(reader: ConfigReader) -> MoEConfig:

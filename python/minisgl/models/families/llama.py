@@ -177,13 +177,8 @@ def read_llama(architecture: str, reader: ConfigReader) -> ModelConfig:
         )
         for layer in range(num_layers)
     ]
-    model = read_model(architecture, reader, layers, context_len)
-    return dataclasses.replace(
-        model,
-        norm=dataclasses.replace(model.norm, float32=variant.float32_norms),
-        embedding_scale=embedding_scale,
-        logits_scale=1 / logits_divisor,
-    )
+    model = read_model(architecture, reader, layers, context_len, float32_norms=variant.float32_norms)
+    return dataclasses.replace(model, embedding_scale=embedding_scale, logits_scale=1 / logits_divisor)
 
 
 def read_multimodal(architecture: str, reader: ConfigReader) -> ModelConfig:

@@ -64,10 +64,13 @@ def read_qwen3_next(architecture: str, reader: ConfigReader) -> ModelConfig:
         delta_net if is_linear else attention for is_linear in _read_linear(reader, num_layers)
     ]
     layers = [LayerConfig(mixer, mlp) for mixer, mlp in zip(mixers, mlps, strict=True)]
-    model = read_model(architecture, reader, layers, read_context_len(reader, rope))
-    return dataclasses.replace(
-        model,
-        norm=dataclasses.replace(model.norm, float32=True, unit_offset=True),
+    return read_model(
+        architecture,
+        reader,
+        layers,
+        read_context_len(reader, rope),
+        float32_norms=True,
+        unit_offset=True,
         checkpoint=_MULTIMODAL if architecture in _WITH_VISION else _TEXT,
     )
 
