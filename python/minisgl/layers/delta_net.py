@@ -16,7 +16,7 @@ from minisgl.kernel.delta_net.recurrent_rows import RecurrentRows
 from minisgl.layers.layer_config import DeltaNetConfig, NormConfig
 from minisgl.layers.linear import ColumnParallelLinear, HeadParameter, Part, RowParallelLinear, zeros
 from minisgl.layers.norm import RMSNorm
-from minisgl.layers.weight_slice import WeightSlice, row_slices
+from minisgl.layers.weight_slice import WeightSlice, beside, row_slices
 
 
 class GatedDeltaNet(nn.Module):
@@ -100,7 +100,7 @@ class Convolution(nn.Module):
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
         target = self.weight.t().unsqueeze(1)  # [channels, 1, conv_size], as a depthwise nn.Conv1d has it
-        yield from row_slices(f"{name.rpartition('.')[0]}.conv1d.weight", self.rows, self.kept, target)
+        yield from row_slices(beside(name, "conv1d.weight"), self.rows, self.kept, target)
 
 
 def _value_heads(config: DeltaNetConfig, heads: range) -> range:

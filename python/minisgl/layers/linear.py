@@ -17,7 +17,7 @@ from minisgl.kernel.base import Norm, Ops, Weight
 from minisgl.kernel.gemm.fp8_rows import Fp8Products, Fp8Rows
 from minisgl.kernel.torch_ops import DenseWeight
 from minisgl.layers.norm import RMSNorm, params_of
-from minisgl.layers.weight_slice import WeightSlice, row_slices, whole
+from minisgl.layers.weight_slice import WeightSlice, beside, row_slices, whole
 from minisgl.quantization.levels import Levels
 from minisgl.quantization.rounding import Int4Grid
 
@@ -59,8 +59,7 @@ class HeadParameter(nn.Module):
         self.weight = zeros(len(kept), dtype=dtype)
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
-        beside = name.rpartition(".")[0]
-        yield from row_slices(f"{beside}.{self.checkpoint_name}", self.num_heads, [self.kept], self.weight)
+        yield from row_slices(beside(name, self.checkpoint_name), self.num_heads, [self.kept], self.weight)
 
 
 class Linear(nn.Module):
@@ -126,8 +125,7 @@ class ColumnParallelLinear(Linear):
         return self.product.norm_linear(x, params_of(norm), self.bias)
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
-        beside = name.rpartition(".")[0]
-        return self._slices([(f"{beside}.{part.name}", 0, part.rows) for part in self.parts])
+        return self._slices([(beside(name, part.name), 0, part.rows) for part in self.parts])
 
     def stacked_slices(self, name: str) -> Iterator[WeightSlice]:
         """Return all slices that this layer keeps of a checkpoint with one matrix of this layer's name."""

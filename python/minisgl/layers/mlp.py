@@ -20,7 +20,7 @@ from minisgl.kernel.torch_ops import DenseWeight
 from minisgl.layers.layer_config import MLPConfig, MoEConfig
 from minisgl.layers.linear import ColumnParallelLinear, Part, RowParallelLinear, empty, unallocated, zeros
 from minisgl.layers.norm import RMSNorm, params_of
-from minisgl.layers.weight_slice import ExpertSlice, WeightSlice, elsewhere, whole
+from minisgl.layers.weight_slice import ExpertSlice, WeightSlice, beside, elsewhere, whole
 from minisgl.quantization.expert_layout import PackedExperts
 
 
@@ -157,7 +157,7 @@ class Router(nn.Module):
         self.checkpoint_name = config.router_name
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
-        gate = f"{name.rpartition('.')[0]}.{self.checkpoint_name}"
+        gate = beside(name, self.checkpoint_name)
         yield whole(f"{gate}.weight", self.weight)
         if self.bias is not None:
             yield whole(f"{gate}.bias", self.bias)

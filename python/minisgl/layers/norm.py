@@ -11,7 +11,7 @@ from minisgl.context import ForwardContext
 from minisgl.distributed import TPGroup
 from minisgl.kernel.base import Norm
 from minisgl.layers.layer_config import NormConfig
-from minisgl.layers.weight_slice import WeightSlice, row_slices
+from minisgl.layers.weight_slice import WeightSlice, beside, row_slices
 
 
 class RMSNorm(nn.Module):
@@ -45,7 +45,7 @@ class RMSNorm(nn.Module):
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
         if self.checkpoint_name is not None:
-            name = f"{name.rpartition('.')[0]}.{self.checkpoint_name}"
+            name = beside(name, self.checkpoint_name)
         offset = 1.0 if self.config.unit_offset else 0.0
         yield from row_slices(f"{name}.weight", self.size, self.kept, self.weight, offset=offset)
 

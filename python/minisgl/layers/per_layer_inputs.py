@@ -13,7 +13,7 @@ from minisgl.kernel.base import Norm
 from minisgl.layers.embedding import VocabShard
 from minisgl.layers.layer_config import LayerInputConfig, NormConfig
 from minisgl.layers.linear import empty
-from minisgl.layers.weight_slice import WeightSlice, whole
+from minisgl.layers.weight_slice import WeightSlice, beside, whole
 
 
 class PerLayerInputs(nn.Module):
@@ -49,10 +49,9 @@ class PerLayerInputs(nn.Module):
         return both.mul_(2**-0.5).view(len(x), -1, self.size)
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
-        beside = name.rpartition(".")[0]
-        yield self.shard.weight_slice(f"{beside}.embed_tokens_per_layer", self.table)
-        yield whole(f"{beside}.per_layer_model_projection.weight", self.projection)
-        yield whole(f"{beside}.per_layer_projection_norm.weight", self.norm)
+        yield self.shard.weight_slice(beside(name, "embed_tokens_per_layer"), self.table)
+        yield whole(beside(name, "per_layer_model_projection.weight"), self.projection)
+        yield whole(beside(name, "per_layer_projection_norm.weight"), self.norm)
 
 
 class LayerInput(nn.Module):
@@ -74,10 +73,9 @@ class LayerInput(nn.Module):
         return ctx.ops.norm_add(projected, Norm(self.norm, self.eps), x, *next_norms, factor=factor)
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
-        beside = name.rpartition(".")[0]
-        yield whole(f"{beside}.per_layer_input_gate.weight", self.gate)
-        yield whole(f"{beside}.per_layer_projection.weight", self.projection)
-        yield whole(f"{beside}.post_per_layer_input_norm.weight", self.norm)
+        yield whole(beside(name, "per_layer_input_gate.weight"), self.gate)
+        yield whole(beside(name, "per_layer_projection.weight"), self.projection)
+        yield whole(beside(name, "post_per_layer_input_norm.weight"), self.norm)
 
 
 def _norm_weight(size: int, config: NormConfig, dtype: torch.dtype) -> nn.Parameter:

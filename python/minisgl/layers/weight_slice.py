@@ -55,6 +55,11 @@ class Stackable(Protocol):
         """Return the slices of a stacked checkpoint; they replace `weight_slices` if a file has the first of them."""
 
 
+def beside(name: str, other: str) -> str:
+    """Return the name in the checkpoint of what stands beside a module of this name."""
+    return f"{name.rpartition('.')[0]}.{other}"
+
+
 def row_slices(
     name: str, rows: int, kept: Sequence[range], target: Tensor, *, offset: float = 0.0
 ) -> Iterator[WeightSlice]:
