@@ -35,8 +35,7 @@ class RMSNorm(nn.Module):
         self.size = size
         self.kept = kept or [range(size)]
         self.checkpoint_name = checkpoint_name
-        weight = torch.ones(sum(map(len, self.kept)), dtype=torch.float32 if config.float32 else dtype)
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight = norm_weight(sum(map(len, self.kept)), config, dtype)
         self.params = Norm(self.weight, config.eps)  # for the operations that begin with this norm
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
@@ -48,6 +47,12 @@ class RMSNorm(nn.Module):
             name = beside(name, self.checkpoint_name)
         offset = 1.0 if self.config.unit_offset else 0.0
         yield from row_slices(f"{name}.weight", self.size, self.kept, self.weight, offset=offset)
+
+
+def norm_weight(size: int, config: NormConfig, dtype: torch.dtype, value: float = 1.0) -> nn.Parameter:
+    """Return the weight of a norm, all of one value until it is loaded."""
+    weight = torch.full((size,), value, dtype=torch.float32 if config.float32 else dtype)
+    return nn.Parameter(weight, requires_grad=False)
 
 
 def params_of(norm: RMSNorm | None) -> Norm | None:

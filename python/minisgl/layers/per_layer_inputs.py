@@ -13,6 +13,7 @@ from minisgl.kernel.base import Norm
 from minisgl.layers.embedding import VocabShard
 from minisgl.layers.layer_config import LayerInputConfig, NormConfig
 from minisgl.layers.linear import empty
+from minisgl.layers.norm import norm_weight
 from minisgl.layers.weight_slice import WeightSlice, beside, whole
 
 
@@ -39,7 +40,7 @@ class PerLayerInputs(nn.Module):
         self.table_scale = torch.tensor(config.size**0.5, dtype=dtype, device="cpu").item()  # rounded as in training
         self.table = self.shard.make_weight(num_layers * config.size, dtype)
         self.projection = empty(num_layers * config.size, hidden_size, dtype=dtype)
-        self.norm = _norm_weight(config.size, norm, dtype)
+        self.norm = norm_weight(config.size, norm, dtype)
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """Input embeddings x [T, hidden_size] -> [T, layers, size]."""
@@ -62,7 +63,7 @@ class LayerInput(nn.Module):
         self.eps = norm.eps
         self.gate = empty(size, hidden_size, dtype=dtype)
         self.projection = empty(hidden_size, size, dtype=dtype)
-        self.norm = _norm_weight(hidden_size, norm, dtype)
+        self.norm = norm_weight(hidden_size, norm, dtype)
 
     def forward(
         self, x: Tensor, inputs: Tensor, ctx: ForwardContext, *next_norms: Norm, factor: Tensor
@@ -76,7 +77,3 @@ class LayerInput(nn.Module):
         yield whole(beside(name, "per_layer_input_gate.weight"), self.gate)
         yield whole(beside(name, "per_layer_projection.weight"), self.projection)
         yield whole(beside(name, "post_per_layer_input_norm.weight"), self.norm)
-
-
-def _norm_weight(size: int, config: NormConfig, dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(torch.ones(size, dtype=torch.float32 if config.float32 else dtype), requires_grad=False)

@@ -14,7 +14,7 @@ from minisgl.kernel.base import Norm
 from minisgl.layers.layer_config import Gemma4Parts, MoEConfig, NormConfig, RopeConfig
 from minisgl.layers.linear import empty
 from minisgl.layers.mlp import Experts
-from minisgl.layers.norm import RMSNorm, all_params
+from minisgl.layers.norm import RMSNorm, all_params, norm_weight
 from minisgl.layers.per_layer_inputs import LayerInput
 from minisgl.layers.rotary import Rotary
 from minisgl.layers.weight_slice import WeightSlice, whole
@@ -43,8 +43,7 @@ class ScaledRouter(nn.Module):
         super().__init__()
         self.eps, self.root = norm.eps, hidden_size**-0.5
         self.weight = empty(config.num_experts, hidden_size, dtype=dtype)
-        norm_dtype = torch.float32 if norm.float32 else dtype
-        self.scale = nn.Parameter(torch.full((hidden_size,), self.root, dtype=norm_dtype), requires_grad=False)
+        self.scale = norm_weight(hidden_size, norm, dtype, self.root)
         self.expert_scale = nn.Parameter(torch.ones(config.num_experts, dtype=torch.float32), requires_grad=False)
 
     @property
