@@ -9,6 +9,7 @@ from typing import Any
 import anthropic
 import pytest
 from api_harness import MODEL, RawClient, RunningServer
+from fake_engine import LIMITS
 from pydantic_core import from_json
 
 from minisgl.config import SamplingDefaults
@@ -305,6 +306,24 @@ def test_why_an_answer_stops(qwen: RunningServer, stream: bool) -> None:
     assert end(say(*CALL, max_tokens=4)) == ("max_tokens", None)
     stopped = {**HELLO, "messages": [{"role": "user", "content": "stop it"}], "stop_sequences": ["END"]}
     assert end(stopped) == ("stop_sequence", "END")
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "max_tokens", "reason"),
+    [
+        (5, 8, "max_tokens"),  # the model's folder has a max_new_tokens of 5
+        (LIMITS.max_seq_len - 1, LIMITS.max_seq_len - 1, "max_tokens"),
+        (LIMITS.max_seq_len - 1, LIMITS.max_seq_len, "model_context_window_exceeded"),
+    ],
+)
+def test_a_full_context_is_told_from_a_limit(
+    server: RunningServer, num_tokens: int, max_tokens: int, reason: str
+) -> None:
+    client = RawClient(server.port)
+    client.post(PATH, {**HELLO, "messages": [{"role": "user", "content": "hold"}], "max_tokens": max_tokens})
+    (generate,) = server.engine.wait_for(Generate)
+    server.engine.say(OutputDeltas([OutputDelta(generate.seq_ids[0], pack_ids([1] * num_tokens), "a", "length")]))
+    assert json.loads(client.read_all().partition(b"\r\n\r\n")[2])["stop_reason"] == reason
 
 
 def test_blocks_are_the_same_streamed_and_whole(qwen: RunningServer) -> None:
