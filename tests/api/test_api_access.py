@@ -232,6 +232,12 @@ def test_a_body_that_never_ends(start_server: Callable[..., RunningServer]) -> N
     assert not server.engine.of_type(Generate)
 
 
+def test_a_body_that_is_announced_as_too_large_is_not_awaited(server: RunningServer) -> None:
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\nexpect: 100-continue\r\ncontent-length: 1{'0' * 19}\r\n\r\n"
+    client = connect_and_send(server, head.encode())
+    assert client.read_until(b"request_too_large").startswith(b"HTTP/1.1 413 "), "and not 100"
+
+
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nho"])
 def test_a_head_that_never_ends(start_server: Callable[..., RunningServer], sent: bytes) -> None:
     server = start_server(receive_timeout=1.0)
