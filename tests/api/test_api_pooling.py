@@ -95,6 +95,8 @@ def test_wrong_fields_are_named(start_server: Start) -> None:
         ({"queries": ["a", "b"], "documents": ["c", "d", "e"]}, "queries"),
         ({"queries": "a", "text_1": "b", "documents": "c"}, "queries"),
         ({"queries": "a"}, "documents"),
+        ({"queries": [], "documents": "b"}, "queries"),
+        ({"queries": "a", "documents": {"text": "b"}}, "documents"),
         ({"queries": "a", "documents": ["b", 5]}, "documents.1"),
         ({"queries": "a", "documents": "b", "instruction": "c"}, "instruction"),
     ]
