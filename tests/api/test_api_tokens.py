@@ -251,6 +251,13 @@ def test_special_tokens_take_the_place_that_they_have_in_the_text(skip: bool, of
     assert joined(writer.write([position(b"d")])).text_offset == [len(text)], "the answer's come behind the prompt's"
 
 
+def test_an_answer_follows_a_prompt_that_the_tokenizer_has_normalized() -> None:
+    """The echo is the text as it was sent, and its tokens may have other characters."""
+    writer = TextLogprobsWriter(0)
+    joined(writer.prompt("é".encode(), "e\N{COMBINING ACUTE ACCENT}a", [position(b"a")]))
+    assert joined(writer.write([position(b"b")])).text_offset == [3]
+
+
 def test_an_echo_as_it_was_sent_has_the_special_tokens_that_were_written() -> None:
     """The tokenizer added the first of the two."""
     parts = [position(b" ab"), position(b"</s>", special=True), position(b"c")]
