@@ -28,6 +28,7 @@ from minisgl.server.api.bodies.route_bodies import (
     SglangBody,
     TokenizeBody,
 )
+from minisgl.server.api.http.gates import CONTROL_ROUTES
 from minisgl.server.api.openapi import body_example, declaration_of, openapi_document
 from minisgl.server.api.responses.body import ResponsesBody
 from minisgl.server.api.routes.service import Service
@@ -48,8 +49,8 @@ ROUTES: dict[type[Body], str] = {
 Json = dict[str, Any]
 
 
-def document() -> Json:
-    config = make_config()
+def document(**changes: Any) -> Json:
+    config = make_config(**changes)
     service = Service(None, None, config, LIMITS, None)  # type: ignore[arg-type]
     made = openapi_document({name: topic(service).endpoints() for name, topic in TOPICS.items()}, config, LIMITS)
     return json.loads(json.dumps(made))  # type: ignore[no-any-return]
@@ -140,6 +141,9 @@ def test_the_document_is_openapi() -> None:
     ids = [one["operationId"] for one in operations]
     assert len(ids) == len(set(ids))
     assert all(one["summary"] for one in operations)
+    for path, methods in DOCUMENT["paths"].items():
+        for one in methods.values():
+            assert [parameter["name"] for parameter in one.get("parameters", [])] == re.findall(r"{(\w+)}", path)
 
 
 def test_the_document_lists_every_route_and_no_other(server: RunningServer) -> None:
@@ -337,7 +341,12 @@ def test_pages_need_no_key_and_say_that_others_do(start_server: Callable[..., Ru
     assert paths["/v1/completions"]["post"]["security"] == [{"bearer": []}, {"x-api-key": []}]
     assert "401" in paths["/v1/completions"]["post"]["responses"]
     assert paths["/health"]["get"]["security"] == []
-    assert DOCUMENT["paths"]["/v1/completions"]["post"]["security"] == [], "a server without keys"
+    assert not paths_with_key(DOCUMENT), "a server without keys"
+    assert paths_with_key(document(admin_api_key="boss")) == CONTROL_ROUTES
+
+
+def paths_with_key(document: Json) -> set[str]:
+    return {path for path, methods in document["paths"].items() for one in methods.values() if one["security"]}
 
 
 def test_pages_of_a_foreign_name_are_refused(server: RunningServer) -> None:
