@@ -23,6 +23,7 @@ import pytest
 import zmq
 
 from minisgl.server.api.routes.glass_box import MIN_INTERVAL
+from minisgl.server.api.tracing import Tracer
 from support.kv_subscriber import KVSubscriber
 from support.server import PATIENCE, Server, wait_until
 
@@ -273,6 +274,17 @@ def test_each_line_of_the_log_is_an_object(server: Server) -> None:
     assert access["logger"] == "minisgl.server.api.http.middleware"
     assert {line["process"] for line in lines()} == {"main", "scheduler-0", "api"}
     assert all(datetime.fromisoformat(line["time"]).tzinfo for line in lines())
+
+
+@pytest.mark.skipif(not HAS_OTEL, reason="needs the extra otel")
+@pytest.mark.parametrize("path", ["", "/", "/v1/traces"])
+def test_the_url_of_a_collector_may_have_its_path(path: str) -> None:
+    with Collector() as collector:
+        tracer = Tracer(f"http://127.0.0.1:{collector.server_port}{path}", "m")
+        tracer._tracer.start_span("a span").end()
+        tracer.close()
+        assert [span.name for span in collector.spans()] == ["a span"]
+        collector.shutdown()
 
 
 @pytest.mark.skipif(not HAS_OTEL, reason="needs the extra otel")
