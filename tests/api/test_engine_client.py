@@ -509,15 +509,21 @@ def test_many_prompts_are_sent_in_many_turns() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("leaves", [False, True])
-def test_unsent_prompts_of_an_ended_request_are_never_sent(leaves: bool) -> None:
+@pytest.mark.parametrize("how", ["client leaves", "abort", "abort all"])
+def test_an_ended_request_sends_no_more_prompts_and_aborts_the_others_at_once(how: str) -> None:
+    """Its reader may wait for a slow client for minutes."""
+
     async def main() -> None:
         client, (outbox,) = make(max_sequences=10_000)
         with client.open(job(*["hello"] * 1000), ["name"]) as request:
-            if leaves:
-                client.abandon(request)
-            else:
-                assert client.abort("name") == 1
+            match how:
+                case "client leaves":
+                    client.abandon(request)
+                case "abort":
+                    assert client.abort("name") == 1
+                case _:
+                    assert client.abort_all() == 1
+            assert isinstance(outbox.sent[-1], Abort)
             for _ in range(10):
                 await asyncio.sleep(0)
         *generates, abort = outbox.sent
