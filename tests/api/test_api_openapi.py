@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 import jsonschema
 import pytest
 from api_harness import RunningServer, make_config
 from fake_engine import LIMITS
 from fastapi.openapi.models import OpenAPI
+from pydantic import BaseModel
 
 from api_tables import PAGE, write_tables
 from minisgl.message.to_tokenizer import Generate
 from minisgl.server.api.anthropic.bodies import CountTokensBody, MessagesBody
 from minisgl.server.api.app import TOPICS
 from minisgl.server.api.bodies.read_body import validate
-from minisgl.server.api.bodies.request_body import Body, RequestBody
+from minisgl.server.api.bodies.request_body import Body, Options, RequestBody
 from minisgl.server.api.bodies.route_bodies import (
     AbortBody,
     ChatBody,
@@ -144,6 +145,16 @@ def test_the_document_is_openapi() -> None:
     for path, methods in DOCUMENT["paths"].items():
         for one in methods.values():
             assert [parameter["name"] for parameter in one.get("parameters", [])] == re.findall(r"{(\w+)}", path)
+
+
+def test_a_field_that_may_be_null_may_be_left_out() -> None:
+    bodies: list[type[BaseModel]] = [Options, Body]
+    for one in bodies:  # which grows
+        bodies += one.__subclasses__()
+    fields = [(one.__name__, name, field) for one in bodies for name, field in one.model_fields.items()]
+    nullable = [(*names, field) for *names, field in fields if type(None) in get_args(field.annotation)]
+    assert len(nullable) > 100
+    assert not [names for *names, field in nullable if field.is_required()]
 
 
 def test_the_document_lists_every_route_and_no_other(server: RunningServer) -> None:
