@@ -15,8 +15,8 @@ import pytest
 from minisgl.message.logprobs import LogprobRows, PackedLogprobs, PositionLogprobs, TokenLogprob, pack_positions
 from minisgl.message.packed_ids import pack_ids
 from minisgl.message.shared import Abort, ProcessCounts, StatsReport, StatsRequest, TextOptions
-from minisgl.message.to_api import Accepted, OutputDelta, OutputDeltas, Refused
-from minisgl.message.to_tokenizer import Generate, TextPrompt, ToTokenizer
+from minisgl.message.to_api import Accepted, Flushed, OutputDelta, OutputDeltas, Refused
+from minisgl.message.to_tokenizer import FlushCache, Generate, TextPrompt, ToTokenizer
 from minisgl.sampling_params import SamplingParams
 from minisgl.seeds import choice_seed
 from minisgl.server.api.http.errors import ApiError
@@ -488,6 +488,30 @@ def test_counts_are_merged_and_late_reports_counted() -> None:
         client.dispatch([StatsReport(3, [])])
         assert client.counts().counts["dropped_reports"] == 1
         assert idle(client)
+
+    asyncio.run(main())
+
+
+def test_an_answer_in_the_turn_in_which_its_query_ends_is_dropped() -> None:
+    """An error would end the task that receives all messages."""
+
+    async def main() -> None:
+        client, _ = make()
+        asking = asyncio.create_task(client.ask(FlushCache, Flushed, 60))
+        await asyncio.sleep(0)
+        asking.cancel()  # as a timeout does
+        client.dispatch([Flushed(1, 5)])
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        cancelled, failed = (asyncio.create_task(client.ask(FlushCache, Flushed, 60)) for _ in range(2))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        client.shut_down("why")
+        client.dispatch([Flushed(2, 5), Flushed(3, 5)])
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        with pytest.raises(ApiError, match="why"):
+            await failed
 
     asyncio.run(main())
 
