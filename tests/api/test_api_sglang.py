@@ -41,7 +41,8 @@ def test_answers_have_sglangs_format(server: RunningServer) -> None:
 
 def test_stream_is_the_answer_so_far(start_server: Callable[..., RunningServer]) -> None:
     server = start_server(tick=0.1)  # tokens that come while the server is busy share an event
-    body = {"text": "one two", "stream": True, "sampling_params": {"max_new_tokens": 7}, "return_logprob": True}
+    body = {"text": "one two", "stream": True, "sampling_params": {"max_new_tokens": 7}}
+    body |= {"return_logprob": True, "logprob_start_len": 0}
     events = parse_events(server.post("/generate", json=body).text)
     assert len(events) > 1
     for before, after in pairwise(events):
@@ -52,6 +53,7 @@ def test_stream_is_the_answer_so_far(start_server: Callable[..., RunningServer])
     assert events[-1]["output_ids"] == list(range(7))
     assert events[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 7}
     assert len(events[-1]["meta_info"]["output_token_logprobs"]) == 7
+    assert events[-1]["meta_info"]["input_token_logprobs"] == [[None, 0, None], [-0.5, 1, None]]
 
 
 def test_parameters_reach_the_engine(server: RunningServer) -> None:
