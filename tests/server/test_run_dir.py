@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -109,6 +110,21 @@ def test_a_path_that_no_socket_may_have_is_refused(monkeypatch: pytest.MonkeyPat
         with pytest.raises(ConfigError, match="TMPDIR is too long, or not UTF-8"):
             RunDir()
         assert not list(folder.iterdir())
+
+
+def test_the_longest_path_has_room_for_every_socket(monkeypatch: pytest.MonkeyPatch, short_path: Path) -> None:
+    room = MAX_SOCKET_PATH - LONGEST_NAME - len(f"{short_path}//{PREFIX}12345678")
+    longest, too_long = short_path / ("x" * room), short_path / ("x" * (room + 1))
+    longest.mkdir()
+    too_long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(longest))
+    run_dir = RunDir()
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(Addresses(run_dir.path).tokenizer(999).removeprefix("ipc://"))
+    run_dir.remove()
+    monkeypatch.setattr(tempfile, "tempdir", str(too_long))
+    with pytest.raises(ConfigError, match="TMPDIR is too long"):
+        RunDir()
 
 
 def test_the_server_says_so_in_a_line(tmp_path: Path) -> None:
