@@ -167,6 +167,8 @@ def test_the_admin_key_alone_opens_the_control_routes(
 
 def test_the_admin_key_comes_from_the_flag_or_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_args([])[0].http.admin_api_key is None
+    monkeypatch.setenv("MINISGL_ADMIN_API_KEY", "")
+    assert parse_args([])[0].http.admin_api_key is None
     monkeypatch.setenv("MINISGL_ADMIN_API_KEY", "one")
     assert parse_args([])[0].http.admin_api_key == "one"
     assert parse_args(["--admin-api-key", "two"])[0].http.admin_api_key == "two"
