@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import json
+from functools import partial
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
@@ -12,7 +14,7 @@ import pytest
 from minisgl.cli import NEUTRAL_VALUES, NO_SUCH_FLAG, make_parser, parse_args
 from minisgl.config import ConfigError, EngineConfig, HttpConfig, SchedulerConfig, ServerConfig, SourceConfig
 from minisgl.config.server import ReasoningParserName, ToolCallParserName
-from minisgl.config.settings import Declaration, Setting, Settings, declarations, take_keywords
+from minisgl.config.settings import Declaration, Setting, Settings, add_flags, declarations, take_keywords
 from minisgl.llm import LLM
 from minisgl.parsers.parser_choice import TOOL_CALL_PARSERS
 from minisgl.parsers.reasoning import REASONING_FORMATS
@@ -199,15 +201,19 @@ def test_processes_get_the_configuration_as_json() -> None:
 
 class Example(Settings, frozen=True, kw_only=True):
     plain: int = 3  # no setting
-    size: Annotated[int | None, Setting("a size", keyword="how_large", ge=1, le=8, unit="bytes")] = None
+    size: Annotated[
+        int | None, Setting("a size", aliases=("--how-large",), keyword="how_large", ge=1, le=8, unit="bytes")
+    ] = None
     form: Annotated[Literal["round", "flat-out"], Setting("a form", values={"sphere": "round"})] = "round"
-    share: Annotated[float, Setting("a share", gt=0)] = 0.5
+    share: Annotated[float, Setting("a share, in %", gt=0)] = 0.5
     few: Annotated[int, Setting("few", le=3)] = 1
     pair: Annotated[str, Setting("a pair", values={"one": "1"})] = ""
+    pairs: Annotated[bool, Setting("no pairs", flags=("--no-pairs",))] = True
+    names: Annotated[tuple[str, ...], Setting("names")] = ("a", "b")
 
 
 def test_declarations_read_check_and_describe_values() -> None:
-    size, form, share, few, pair = declarations(Example)
+    size, form, share, few, pair, *_ = declarations(Example)
     assert (size.flags, size.keyword, size.kind, size.choices) == (("--size",), "how_large", int, ())
     assert pair.read("ONE,three") == "1,three"
     assert [form.read(text) for text in ("round", "sphere", "flat_out")] == ["round", "round", "flat-out"]
@@ -222,6 +228,21 @@ def test_declarations_read_check_and_describe_values() -> None:
             declared.check(value)
     with pytest.raises(ConfigError, match="--size"):
         Example(size=0).validate()
+
+
+def test_the_help_shows_what_holds_without_the_flag() -> None:
+    wide = partial(argparse.HelpFormatter, width=200)
+    parser = argparse.ArgumentParser(formatter_class=wide, add_help=False)
+    add_flags(parser, Example, defaults={"few": 2})
+    assert " ".join(parser.format_help().split()).partition("options: ")[2] == (
+        "--size BYTES a size (also --how-large) "
+        "--form {round,flat-out} a form (default: round) "
+        "--share VALUE a share, in % (default: 0.5) "
+        "--few N few (default: 2) "
+        "--pair VALUE a pair "
+        "--no-pairs no pairs "
+        "--names VALUE [VALUE ...] names (default: a b)"
+    )
 
 
 def test_keywords_are_taken_by_their_names() -> None:

@@ -13,7 +13,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
 from itertools import chain
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -127,11 +127,8 @@ def declarations(struct: type[msgspec.Struct]) -> tuple[Declaration, ...]:
     hints = get_type_hints(struct, include_extras=True)
     found = []
     for one in msgspec.structs.fields(struct):
-        hint = hints[one.name]
-        settings = [extra for extra in get_args(hint)[1:] if isinstance(extra, Setting)]
-        if get_origin(hint) is not Annotated or not settings:
-            continue
-        found.append(Declaration(one.name, get_args(hint)[0], one.default, settings[0]))
+        parts = get_args(hints[one.name])  # of an `Annotated`: its type, then what annotates it
+        found += [Declaration(one.name, parts[0], one.default, part) for part in parts if isinstance(part, Setting)]
     return tuple(found)
 
 
