@@ -48,7 +48,10 @@ def test_the_publisher_field_enables_events(text: str, published: bool) -> None:
         ('{"endpiont": "tcp://*:1"}', "endpiont"),
         ('{"publisher": "kafka"}', "kafka"),
         ('{"publisher": "zmq", "hwm": 0}', "hwm"),
-        ('{"publisher": "zmq", "endpoint": "tcp://*"}', "HOST:PORT"),
+        *(
+            (json.dumps({"publisher": "zmq", "endpoint": f"tcp://{place}"}), "HOST:PORT")
+            for place in ("*", "*:", "*:a", "*:²", "*:0", "*:65536", ":5557")
+        ),
         ('{"publisher": "zmq", "replay_endpoint": "udp://x:1"}', "HOST:PORT"),
     ],
 )
