@@ -89,7 +89,7 @@ class Declaration:
         setting = self.setting
         if self.choices and value not in self.choices:
             raise ConfigError(f"{self.keyword} must be one of {', '.join(self.choices)}, not {value}")
-        if value is None or setting.ge is setting.gt is setting.le is None:
+        if value is None:
             return
         too_low = (setting.ge is not None and not value >= setting.ge) or (
             setting.gt is not None and not value > setting.gt
