@@ -41,6 +41,8 @@ def test_the_folder_is_the_users_alone(monkeypatch: pytest.MonkeyPatch, short_pa
     run_dir.remove()
     run_dir.remove()
     assert not list(short_path.iterdir())
+    open_files = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    assert not [path for path in open_files if path.startswith(run_dir.path)], "the lock is given back"
 
 
 MAKE = "from minisgl.process.run_dir import RunDir; folder = RunDir(); print(folder.path, flush=True)"
