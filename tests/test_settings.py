@@ -206,9 +206,9 @@ class Example(Settings, frozen=True, kw_only=True):
     ] = None
     form: Annotated[Literal["round", "flat-out"], Setting("a form", values={"sphere": "round"})] = "round"
     share: Annotated[float, Setting("a share, in %", gt=0)] = 0.5
-    few: Annotated[int, Setting("few", le=3)] = 1
+    few: Annotated[int, Setting("few", le=3, switches={"--some": 3})] = 1
     pair: Annotated[str, Setting("a pair", values={"one": "1"})] = ""
-    pairs: Annotated[bool, Setting("no pairs", flags=("--no-pairs",))] = True
+    pairs: Annotated[bool, Setting("no pairs", flags=("--no-pairs",), switches={"--pairs": True})] = True
     names: Annotated[tuple[str, ...], Setting("names")] = ("a", "b")
 
 
@@ -239,8 +239,10 @@ def test_the_help_shows_what_holds_without_the_flag() -> None:
         "--form {round,flat-out} a form (default: round) "
         "--share VALUE a share, in % (default: 0.5) "
         "--few N few (default: 2) "
+        "--some stands for --few 3 "
         "--pair VALUE a pair "
         "--no-pairs no pairs "
+        "--pairs the opposite of --no-pairs "
         "--names VALUE [VALUE ...] names (default: a b)"
     )
 
