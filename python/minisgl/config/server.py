@@ -152,9 +152,7 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
     def located(self, model: Path, tokenizer: Path) -> ServerConfig:
         """Return this configuration with the local folders of its model and tokenizer, for all processes."""
         engine = msgspec.structs.replace(self.engine, model_path=str(model.resolve()))
-        chat_template = self.source.chat_template and str(Path(self.source.chat_template).resolve())
-        source = msgspec.structs.replace(self.source, chat_template=chat_template)
-        return msgspec.structs.replace(self, engine=engine, source=source, tokenizer_path=str(tokenizer.resolve()))
+        return msgspec.structs.replace(self, engine=engine, tokenizer_path=str(tokenizer.resolve()))
 
     def validate(self) -> None:
         super().validate()
