@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from minisgl.message.control import Progress
-from minisgl.process.hang_watch import PING_SECONDS, Hang, HangWatch
+from minisgl.process.hang_watch import PING_SECONDS, Hang, HangWatch, RankWatch
 
 LIMIT = 10.0
 Answers = Callable[[int, float], Progress | None]  # (rank, time) -> progress; None means no answer
@@ -95,3 +95,11 @@ def test_time_between_two_late_checks_does_not_count() -> None:
 def test_a_lone_rank_is_watched_too(num_ranks: int) -> None:
     assert watch(stepping, num_ranks=num_ranks) is None
     assert watch(lambda _, __: None, num_ranks=num_ranks) is not None
+
+
+def test_a_limit_of_0_is_no_watch() -> None:
+    """As `--hang-timeout 0` says. A debugger may halt a rank for hours."""
+    one = RankWatch({}, 1, 0.0)
+    assert one.pause is None
+    assert one.look() is None
+    assert RankWatch({}, 1, LIMIT).pause is not None
