@@ -17,7 +17,7 @@ from openai import OpenAI
 
 from minisgl.cli import parse_args
 from minisgl.config import ConfigError
-from minisgl.server.listener import bind_unix
+from minisgl.server.listener import bind, bind_unix
 from support.server import PATIENCE, Server, wait_until
 
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
@@ -61,6 +61,18 @@ def test_a_server_is_reached_through_its_socket_alone(tmp_path: Path) -> None:
         assert server.process.returncode == 0
         assert any(" - POST /v1/chat/completions 200 " in line for line in server.log), server.log
     assert not list(tmp_path.iterdir())
+
+
+def test_a_port_is_free_again_as_soon_as_its_server_has_ended() -> None:
+    """The kernel remembers connections that the server has closed for a minute."""
+    first = bind("127.0.0.1", 0)
+    port = first.getsockname()[1]
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        accepted, _ = first.accept()
+        accepted.close()
+        first.close()
+        assert client.recv(1) == b""
+    bind("127.0.0.1", port).close()
 
 
 def test_the_file_of_a_killed_server_is_replaced(tmp_path: Path) -> None:
