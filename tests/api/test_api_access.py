@@ -206,6 +206,15 @@ def test_tls_serves_streams(start_server: Callable[..., RunningServer], certific
             assert "".join(response.iter_text()).endswith("data: [DONE]\n\n")
 
 
+def test_the_shell_speaks_no_https(certificate: tuple[str, str]) -> None:
+    key, cert = certificate
+    words = ["--ssl-keyfile", key, "--ssl-certfile", cert]
+    http = parse_args(words)[0].http
+    assert (http.ssl_keyfile, http.ssl_certfile) == (key, cert)
+    with pytest.raises(ConfigError, match="--shell does not speak https"):
+        parse_args([*words, "--shell"])
+
+
 def test_a_certificate_that_is_none(certificate: tuple[str, str]) -> None:
     key, _ = certificate
     with pytest.raises(ConfigError, match="--ssl-certfile"):
