@@ -69,6 +69,9 @@ def test_classes_and_their_probabilities(start_server: Start) -> None:
     total = 1 + math.e + math.e**3
     assert (found["label"], found["num_classes"]) == ("good", 3)
     assert found["probs"] == pytest.approx([1 / total, math.e / total, math.e**3 / total])
+    for activation, values in ((None, found["probs"]), (True, found["probs"]), (False, [0, 1, 3])):
+        body = {"input": "vector 0 1 3", "use_activation": activation}
+        assert server.post("/pooling", json=body).json()["data"][0]["data"] == pytest.approx(values)
     assert "/classify" in server.post("/rerank", json={"query": "q", "documents": ["d"]}).json()["error"]["message"]
     assert refusal(server.post("/pooling", json={"input": "vector 0 1 3", "task": "embed"})) == (400, "task")
 
