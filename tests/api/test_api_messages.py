@@ -196,7 +196,8 @@ def test_calls_thoughts_and_results_become_the_conversation(server: RunningServe
 def test_an_empty_result_and_a_begun_answer(server: RunningServer) -> None:
     result = {"type": "tool_result", "tool_use_id": "1"}
     found = prompt(server, [{"role": "assistant", "content": [CALLED]}, {"role": "user", "content": [result]}])
-    assert found.messages[1] == {"role": "tool", "tool_call_id": "1", "content": ""}
+    assert found.messages[1:] == [{"role": "tool", "tool_call_id": "1", "content": ""}]
+    assert prompt(server, [{"role": "user", "content": []}]).messages == [{"role": "user", "content": ""}]
     generate = sent(server, messages=[*HELLO["messages"], {"role": "assistant", "content": "The answer is"}])
     assert isinstance(generate.prompt, ChatPrompt)
     assert generate.prompt.continue_final_message
