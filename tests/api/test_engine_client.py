@@ -242,7 +242,7 @@ def test_log_probabilities_that_are_held_are_bounded(monkeypatch: pytest.MonkeyP
                 await asyncio.sleep(0)
                 assert not kept.has_failed
                 client.dispatch([scored(kept.seq_ids[0], tokens=tokens)])
-            with pytest.raises(ApiError, match="logprobs of this answer are more than 100"):
+            with pytest.raises(ApiError, match=r"^logprobs of this answer are more than 100"):
                 await streaming
         assert idle(client)
 
