@@ -338,6 +338,7 @@ def test_a_thought_comes_back_sealed_or_in_the_open(hermes: RunningServer) -> No
     ):
         items = [{"role": "user", "content": "?"}, item, message, {"role": "user", "content": "again"}]
         assert messages(hermes, input=items)[1] == {"role": "assistant", "content": "Yes.", **expected}
+        assert messages(hermes, input=items[:3])[1] == {"role": "assistant", "content": "Yes.", **expected}
     assert answer(hermes, **say(*THOUGHT, "Yes."))["output"][0]["encrypted_content"] is None
 
 
