@@ -194,7 +194,6 @@ def _add_flag(parser: argparse._ActionsContainer, key: str, declared: Declaratio
     setting = declared.setting
     about: dict[str, Any] = {"dest": key, "default": argparse.SUPPRESS, "metavar": declared.metavar}
     if declared.kind is bool:
-        del about["metavar"]
         about |= {"action": "store_const", "const": not declared.default}
     elif declared.choices:
         about["metavar"] = "{" + ",".join(declared.choices) + "}"
