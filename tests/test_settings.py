@@ -6,6 +6,7 @@ import argparse
 import inspect
 import json
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
@@ -185,6 +186,14 @@ def test_serve_takes_the_model_as_a_positional_argument() -> None:
     assert parse_args(["serve"])[0].source.model == "demo"
     assert parse_args(["serve", "--tp", "2", "owner/name"])[0].source.model == "owner/name"
     assert parse_args(["serve", "--model", "owner/name"])[0].source.model == "owner/name"
+
+
+def test_a_model_in_a_folder_has_its_name_and_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "some-model"
+    folder.mkdir()
+    assert parse_args(["--model", str(folder)])[0].model_names == ("some-model", str(folder))
+    monkeypatch.chdir(folder)
+    assert parse_args(["--model", "."])[0].model_names == ("some-model", ".")
 
 
 def test_the_declared_parsers_are_those_there_are() -> None:
