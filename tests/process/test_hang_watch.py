@@ -68,6 +68,21 @@ def test_a_rank_that_answers_and_begins_no_step_hangs() -> None:
     assert (hang.rank, hang.text) == (1, "it has not begun step 8 for 10 s")
 
 
+def test_the_rank_that_is_late_is_named_when_all_hang() -> None:
+    """The others wait for it in a collective, for longer than it has been late."""
+
+    def silent(rank: int, at: float) -> Progress | None:
+        return None if rank == 1 and at > LIMIT - 4 else Progress(9, 7)
+
+    def behind(rank: int, at: float) -> Progress:
+        return Progress(10, 7) if rank == 0 and at > LIMIT - 4 else Progress(9, 7)
+
+    for answers, text in ((silent, "it has not answered"), (behind, "it has not begun step 9")):
+        hang = watch(answers)
+        assert hang is not None
+        assert (hang.rank, hang.text.partition(" for ")[0]) == (1, text)
+
+
 def test_a_collective_that_never_ends_is_noticed() -> None:
     hang = watch(lambda rank, _: Progress(9, 7, 3.0 + rank))
     assert hang is not None

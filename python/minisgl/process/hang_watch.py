@@ -65,8 +65,6 @@ class HangWatch:
                 one.silent += elapsed
             elif one.progress.begun < first.begun:
                 one.behind += elapsed
-            else:
-                one.behind = 0.0
         cpu_seconds = sum(one.progress.cpu_seconds for one in self._ranks)
         computes = cpu_seconds - self._cpu_seconds >= COMPUTES * elapsed
         progresses = first.begun == first.finished or first.finished > self._finished or computes
