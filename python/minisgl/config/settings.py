@@ -62,9 +62,8 @@ class Declaration:
 
     @property
     def kind(self) -> Any:
-        """Type of a given value: the setting's type without None."""
-        parts = get_args(self.hint) if isinstance(self.hint, UnionType) else (self.hint,)
-        return next(part for part in parts if part is not type(None))
+        """Type of a given value: the setting's type without the None that may follow it."""
+        return get_args(self.hint)[0] if isinstance(self.hint, UnionType) else self.hint
 
     @property
     def flags(self) -> tuple[str, ...]:
