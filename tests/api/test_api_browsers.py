@@ -172,7 +172,7 @@ def test_the_admin_key_comes_from_the_flag_or_the_environment(monkeypatch: pytes
     monkeypatch.setenv("MINISGL_ADMIN_API_KEY", "one")
     assert parse_args([])[0].http.admin_api_key == "one"
     assert parse_args(["--admin-api-key", "two"])[0].http.admin_api_key == "two"
-    for bad in ("", "a b"):
+    for bad in ("", "a b", "a\tb", "é"):
         with pytest.raises(ConfigError, match="--admin-api-key"):
             parse_args(["--admin-api-key", bad])
         with pytest.raises(ConfigError, match="--admin-api-key"):
