@@ -40,6 +40,7 @@ def stepping(rank: int, at: float) -> Progress:
 def test_ranks_that_go_on_or_are_idle_do_not_hang() -> None:
     assert watch(stepping) is None
     assert watch(lambda rank, _: Progress(7, 7) if rank == 0 else Progress(7)) is None
+    assert watch(lambda rank, at: stepping(rank, at - rank)) is None, "answers of one rank may be older than another's"
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
