@@ -179,9 +179,8 @@ def read_flags(args: argparse.Namespace, struct: type[msgspec.Struct]) -> dict[s
 
 def _texts(word: str) -> list[str]:
     """Return the texts of a JSON list, which is vLLM's form of several values; any other word is one."""
-    if word.startswith("["):
-        with suppress(msgspec.DecodeError):
-            return msgspec.json.decode(word, type=list[str])
+    with suppress(msgspec.DecodeError):
+        return msgspec.json.decode(word, type=list[str])
     return [word]
 
 
