@@ -126,6 +126,7 @@ def test_keys_come_from_flag_file_and_environment(tmp_path: Path, monkeypatch: p
     [
         ({"ssl_keyfile": "/k"}, "together"),
         ({"ssl_keyfile": "/no/k", "ssl_certfile": "/no/c"}, "no such file"),
+        ({"response_store": "/no/such/folder/file"}, "no such folder"),
         ({"root_path": "api"}, "--root-path"),
         ({"root_path": "/api/"}, "--root-path"),
         ({"allowed_origins": ("*",), "allow_credentials": True}, "--allow-credentials"),
