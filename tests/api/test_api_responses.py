@@ -423,6 +423,9 @@ def test_effort_and_sampling_reach_the_engine(server: RunningServer) -> None:
     assert isinstance(generate.prompt, ChatPrompt)
     assert generate.prompt.template_kwargs["reasoning_effort"] == "low"
     assert (generate.sampling.top_k, generate.sampling.max_tokens) == (7, 3)
+    include = ["message.output_text.logprobs"]
+    for fields, logprobs in (({}, None), ({"include": include}, 0), ({"include": include, "top_logprobs": 2}, 2)):
+        assert sent(server, **fields).sampling.logprobs == logprobs  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
