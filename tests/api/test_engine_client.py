@@ -503,6 +503,7 @@ def test_an_answer_in_the_turn_in_which_its_query_ends_is_dropped() -> None:
         client.dispatch([Flushed(1, 5)])
         with pytest.raises(asyncio.CancelledError):
             await asking
+        client.dispatch([Flushed(1, 5)])  # another one, or one that comes after its query's end
         cancelled, failed = (asyncio.create_task(client.ask(FlushCache, Flushed, 60)) for _ in range(2))
         await asyncio.sleep(0)
         cancelled.cancel()
