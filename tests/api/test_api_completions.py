@@ -83,6 +83,15 @@ def test_echo_prepends_the_prompt(server: RunningServer) -> None:
         assert "".join(choice["text"] for choice in choices if choice["index"] == index) == text
 
 
+def test_the_stop_string_is_named_whole_and_streamed(server: RunningServer) -> None:
+    body = {"prompt": "stop it", "max_tokens": 3, "stop": "END"}
+    whole = server.post(PATH, json=body).json()
+    *_, last = parse_events(server.post(PATH, json={**body, "stream": True}).text)
+    for answered in (whole, last):
+        (choice,) = answered["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "END")
+
+
 def test_include_usage(server: RunningServer) -> None:
     body = {"prompt": "one", "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 4}
     *chunks, last = parse_events(server.post(PATH, json=body).text)
