@@ -237,6 +237,7 @@ def test_a_grammar_that_the_allowed_ids_exclude(
     [
         ("/generate", {"text": "hold", "sampling_params": {"regex": "a"}}, "sampling_params.regex"),
         (CHAT, chat("hold", response_format={"type": "json_object"}), "response_format"),
+        ("/v1/completions", {"prompt": "hold", "response_format": {"type": "json_object"}}, "response_format"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
