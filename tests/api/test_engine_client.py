@@ -551,6 +551,7 @@ def test_an_ended_request_sends_no_more_prompts_and_aborts_the_others_at_once(ho
             assert isinstance(outbox.sent[-1], Abort)
             for _ in range(10):
                 await asyncio.sleep(0)
+        assert client.abort("name") == client.abort_all() == 0, "it has gone"
         *generates, abort = outbox.sent
         assert len(generates) == PROMPTS_A_TURN
         assert abort == Abort([one.seq_ids[0] for one in generates if isinstance(one, Generate)])
