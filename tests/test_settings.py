@@ -188,6 +188,13 @@ def test_serve_takes_the_model_as_a_positional_argument() -> None:
     assert parse_args(["serve", "--model", "owner/name"])[0].source.model == "owner/name"
 
 
+@pytest.mark.parametrize("words", [["--served-model-name", "a", ""], ["--otlp-endpoint", "localhost:4317"]], ids=str)
+def test_values_that_nobody_could_use_are_refused_by_name(words: list[str]) -> None:
+    """A model without a name, and a collector for gRPC."""
+    with pytest.raises(ConfigError, match=f"^{words[0]}[: ]"):
+        parse_args(words)
+
+
 def test_a_model_in_a_folder_has_its_name_and_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "some-model"
     folder.mkdir()
