@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -23,11 +24,13 @@ def generate(server: RunningServer, **body: Any) -> dict[str, Any]:
 
 
 def test_answers_have_sglangs_format(server: RunningServer) -> None:
+    begin = time.perf_counter()
     body = generate(server, sampling_params={"max_new_tokens": 3}, rid="mine")
+    seconds = time.perf_counter() - begin
     assert body.keys() == {"text", "output_ids", "meta_info"}
     assert (body["text"], body["output_ids"]) == (answer("one two", 0, 3), [0, 1, 2])
     meta = body["meta_info"]
-    assert 0 < meta.pop("e2e_latency") < 5
+    assert 0 < meta.pop("e2e_latency") < seconds
     assert meta == {
         "id": "mine",
         "finish_reason": {"type": "length", "length": 3},
