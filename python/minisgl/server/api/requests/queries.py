@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
 
 from minisgl.message.shared import ProcessCounts, StatsReport, StatsRequest
 from minisgl.message.socket import Sender
@@ -27,29 +28,23 @@ class Queries:
         self._tokenizers = tokenizers
         self._round_robin = itertools.cycle(tokenizers)
         self._ids = itertools.count(1)
-        self._replies: dict[int, asyncio.Future[Reply]] = {}
-        self._reports: dict[int, asyncio.Future[list[ProcessCounts]]] = {}
+        self._waiting: dict[int, asyncio.Future[Any]] = {}  # by the id of the query
         self.dropped_reports = 0
 
     def __len__(self) -> int:
-        return len(self._replies) + len(self._reports)
+        return len(self._waiting)
 
     async def ask(self, query: Callable[[int], Query], answer_type: type[R], timeout_seconds: float) -> R:
         """Ask one tokenizer worker and wait for the answer. `query` makes the message from a query id.
 
         ApiError if the worker does not answer in time, or answers that the query is wrong.
         """
-        query_id = next(self._ids)
-        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._replies[query_id] = reply
         try:
-            next(self._round_robin).send(query(query_id))
-            async with asyncio.timeout(timeout_seconds):
-                answer = await reply
+            with self._sent(next(self._round_robin), query) as waiting:
+                async with asyncio.timeout(timeout_seconds):
+                    answer = await waiting
         except TimeoutError:
             raise no_answer(timeout_seconds) from None
-        finally:
-            self._replies.pop(query_id, None)
         if isinstance(answer, Unanswered):
             raise refused(answer.status, InvalidRequest(answer.field, answer.message))
         if not isinstance(answer, answer_type):
@@ -58,36 +53,35 @@ class Queries:
 
     async def ask_counts(self, timeout_seconds: float) -> tuple[list[ProcessCounts], bool]:
         """Return the counts of every worker, by name, and True if all of them answered in time."""
-        loop = asyncio.get_running_loop()
-        reports: dict[int, asyncio.Future[list[ProcessCounts]]] = {}
-        for outbox in self._tokenizers:
-            query_id = next(self._ids)
-            reports[query_id] = self._reports[query_id] = loop.create_future()
-            outbox.send(StatsRequest(query_id))
-        try:
-            done, missing = await asyncio.wait(reports.values(), timeout=timeout_seconds)
-        finally:
-            for query_id in reports:
-                self._reports.pop(query_id, None)
+        with ExitStack() as stack:
+            waiting = [stack.enter_context(self._sent(outbox, StatsRequest)) for outbox in self._tokenizers]
+            done, _ = await asyncio.wait(waiting, timeout=timeout_seconds)
+        reports = [answer.result() for answer in done if answer.exception() is None]
         # A query goes through its tokenizer, the scheduler and the detokenizer, so these two report several times.
-        merged = {counts.process: counts for report in done for counts in report.result()}
-        return [merged[name] for name in sorted(merged)], not missing
+        merged = {counts.process: counts for report in reports for counts in report.counts}
+        return [merged[name] for name in sorted(merged)], len(reports) == len(waiting)
+
+    @contextmanager
+    def _sent(self, outbox: Sender[ToTokenizer], query: Callable[[int], ToTokenizer]) -> Iterator[asyncio.Future[Any]]:
+        """Send a query, and yield the future of its answer, which is awaited within the `with` block."""
+        query_id = next(self._ids)
+        answer = self._waiting[query_id] = asyncio.get_running_loop().create_future()
+        try:
+            outbox.send(query(query_id))
+            yield answer
+        finally:
+            del self._waiting[query_id]
 
     def answer(self, answer: Reply | StatsReport) -> None:
         """Give an answer to the coroutine that waits for it, if one still does."""
-        if isinstance(answer, StatsReport):
-            report = self._reports.pop(answer.query_id, None)
-            if report is None or report.done():
-                self.dropped_reports += 1
-            else:
-                report.set_result(answer.counts)
-        else:
-            reply = self._replies.pop(answer.query_id, None)
-            if reply is not None and not reply.done():
-                reply.set_result(answer)
+        waiting = self._waiting.get(answer.query_id)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer)
+        elif isinstance(answer, StatsReport):
+            self.dropped_reports += 1
 
     def fail(self, error: ApiError) -> None:
-        """Fail all queries that wait for a reply."""
-        for reply in self._replies.values():
-            if not reply.done():
-                reply.set_exception(error)
+        """Fail all queries that wait for an answer."""
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(error)
