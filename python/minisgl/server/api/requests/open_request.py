@@ -30,37 +30,23 @@ SMALL_LOGPROBS = 4096
 SMALL_TOKENS = 4096  # tokens whose reasoning and calls are parsed in 10 to 30 ms; if they are more, a thread does it
 
 
-class Delta:
+class Delta(msgspec.Struct, eq=False):
     """Output of one choice that its reader has not taken yet."""
 
-    __slots__ = (
-        "_ids",
-        "_stop_ids",
-        "_texts",
-        "ended_by",
-        "finish",
-        "index",
-        "packed_logprobs",
-        "prompt_logprobs",
-        "vector",
-    )
-
-    def __init__(self, index: int, stop_ids: Sequence[int] = ()) -> None:
-        """`stop_ids`: the stop tokens that the request named."""
-        self.index = index
-        self.finish: FinishReason | None = None
-        self.ended_by: str | int | None = None  # stop string or token that ended the choice
-        self.packed_logprobs: list[PackedPositions] = []  # one position for each id, if requested
-        # One for each id of the prompt but the first, if requested; in one delta only.
-        self.prompt_logprobs: Iterable[PositionLogprobs] = ()
-        self.vector = b""  # vector of a pooled prompt: little-endian float32
-        self._stop_ids = stop_ids
-        self._texts: list[str] = []
-        self._ids: list[PackedIds] = []
+    index: int
+    stop_ids: Sequence[int] = ()  # stop tokens that the request named
+    finish: FinishReason | None = None
+    ended_by: str | int | None = None  # stop string or token that ended the choice
+    packed_logprobs: list[PackedPositions] = []  # one position for each id, if requested
+    # One for each id of the prompt but the first, if requested; in one delta only.
+    prompt_logprobs: Iterable[PositionLogprobs] = ()
+    vector: bytes = b""  # vector of a pooled prompt: little-endian float32
+    texts: list[str] = []
+    ids: list[PackedIds] = []  # ids of each text
 
     def add(self, output: OutputDelta) -> None:
-        self._texts.append(output.text)
-        self._ids.append(output.ids)
+        self.texts.append(output.text)
+        self.ids.append(output.ids)
         self.packed_logprobs.append(output.logprobs)
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
@@ -72,17 +58,17 @@ class Delta:
     @property
     def stop_reason(self) -> str | int | None:
         """Stop string or token of the request that ended the choice; None if a token of the model's own did."""
-        asked = isinstance(self.ended_by, str) or self.ended_by in self._stop_ids
+        asked = isinstance(self.ended_by, str) or self.ended_by in self.stop_ids
         return self.ended_by if asked else None
 
     @property
     def text(self) -> str:
-        return "".join(self._texts)
+        return "".join(self.texts)
 
     @property
     def pieces(self) -> Iterator[tuple[str, int]]:
         """Text in the pieces in which it came, each with its number of ids."""
-        return zip(self._texts, map(num_ids, self._ids), strict=True)
+        return zip(self.texts, map(num_ids, self.ids), strict=True)
 
     @property
     def logprobs(self) -> Iterator[PositionLogprobs]:
@@ -91,18 +77,17 @@ class Delta:
 
     def split(self) -> Iterator[Delta]:
         """Return a delta for each piece, with its text, ids and log-probabilities; the last has the finish reason."""
-        pieces = zip(self._texts, self._ids, self.packed_logprobs, strict=True)
+        pieces = zip(self.texts, self.ids, self.packed_logprobs, strict=True)
         for number, (text, ids, logprobs) in enumerate(pieces, start=1):
-            piece = Delta(self.index, self._stop_ids)
-            piece._texts, piece._ids, piece.packed_logprobs = [text], [ids], [logprobs]
-            if number == len(self._texts):
+            piece = Delta(self.index, self.stop_ids, packed_logprobs=[logprobs], texts=[text], ids=[ids])
+            if number == len(self.texts):
                 piece.finish, piece.ended_by = self.finish, self.ended_by
             yield piece
 
     @property
     def token_ids(self) -> list[int]:
         """Ids of this delta; they may be ahead of the text, a part of which may be held back."""
-        ids: list[int] = unpack_ids(b"".join(self._ids)).tolist()
+        ids: list[int] = unpack_ids(b"".join(self.ids)).tolist()
         return ids
 
 
