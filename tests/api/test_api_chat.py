@@ -14,7 +14,7 @@ from fake_engine import answer
 from minisgl.message.logprobs import PositionLogprobs, TokenLogprob, pack_positions
 from minisgl.message.packed_ids import pack_ids
 from minisgl.message.shared import TextOptions
-from minisgl.message.to_api import OutputDelta
+from minisgl.message.to_api import Accepted, OutputDelta
 from minisgl.message.to_tokenizer import ChatPrompt, Generate
 from minisgl.server.api.answers.chat_writer import ChatWriter
 from minisgl.server.api.answers.parsed_choice import ChatOptions
@@ -68,7 +68,7 @@ def test_a_streams_last_chunk_tells_of_the_token_that_ended_it() -> None:
     body = ChatBody(messages=[], logprobs=True, return_token_ids=True)
     options = ChatOptions(body=body, model=MODEL, parser=lambda _end: None)
     writer = ChatWriter(options)
-    writer.begin(SimpleNamespace(prompt_ends={0: ""}, prompt_ids={0: pack_ids([1])}, seq_ids=[0]))  # type: ignore[arg-type]
+    writer.begin(SimpleNamespace(prompts={0: Accepted([0], pack_ids([1]))}, seq_ids=[0]))  # type: ignore[arg-type]
     text, end = Delta(0), Delta(0)
     text.add(
         OutputDelta(

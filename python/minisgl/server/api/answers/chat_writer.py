@@ -119,7 +119,7 @@ class ChatWriter(Writer):
 
     def begin(self, request: OpenRequest) -> None:
         super().begin(request)
-        self._choices = [ParsedChoice(self._options, request.prompt_ends[0]) for _ in request.seq_ids]
+        self._choices = [ParsedChoice(self._options, request.prompts[0].prompt_end) for _ in request.seq_ids]
 
     # A stream.
 
@@ -195,7 +195,7 @@ class ChatWriter(Writer):
         self._told_prompt = True
         ids: list[int] | UnsetType = UNSET
         if self._options.body.return_token_ids:
-            ids = unpack_ids(self._request.prompt_ids[0]).tolist()
+            ids = unpack_ids(self._request.prompts[0].prompt_ids).tolist()
         top = self._options.body.prompt_logprobs
         return ids, UNSET if top is None else prompt_logprobs(deltas[0].prompt_logprobs, top)
 

@@ -83,10 +83,10 @@ class ChoiceText:
     """One choice: makes the `Text` of each delta."""
 
     def __init__(self, body: CompletionBody | GenerateBody, request: OpenRequest, index: int) -> None:
-        prompt = index // request.job.n
+        prompt = request.prompts[index // request.job.n]
         self._body = body
-        self._prompt_ids = request.prompt_ids[prompt]
-        self._echo = request.echoes.get(prompt)
+        self._prompt_ids = prompt.prompt_ids
+        self._echo = prompt.echo
         self._logprobs = (
             None
             if body.logprobs is None

@@ -152,7 +152,7 @@ class SglangWriter(Writer):
         if start < 0:
             return
         if start == 0:
-            first: ScoredToken = (None, int(unpack_ids(self._request.prompt_ids[0])[0]), None)
+            first: ScoredToken = (None, int(unpack_ids(self._request.prompts[0].prompt_ids)[0]), None)
             self._prompt_chosen.add([first])
             self._prompt_top.add([None])
         self._encode_scores(islice(positions, max(start - 1, 0), None), self._prompt_chosen, self._prompt_top)

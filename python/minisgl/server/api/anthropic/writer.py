@@ -138,7 +138,7 @@ class MessagesWriter(Writer):
 
     def begin(self, request: OpenRequest) -> None:
         super().begin(request)
-        self._choice = ParsedChoice(self._options, request.prompt_ends[0])
+        self._choice = ParsedChoice(self._options, request.prompts[0].prompt_end)
         self._blocks = BlockEvents()
 
     # A stream.

@@ -16,7 +16,7 @@ import msgspec
 from minisgl.core import FinishReason
 from minisgl.message.logprobs import PackedPositions, PositionLogprobs, unpack_positions
 from minisgl.message.packed_ids import PackedIds, num_ids, unpack_ids
-from minisgl.message.to_api import Accepted, Echo, OutputDelta
+from minisgl.message.to_api import Accepted, OutputDelta
 from minisgl.message.to_tokenizer import GenerateOptions, Prompt
 from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.http.errors import generation_error, invalid_request, too_many_logprobs
@@ -171,16 +171,13 @@ class OpenRequest:
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self._metrics = metrics
-        self.prompt_ids: dict[int, PackedIds] = {}  # by prompt
-        self.prompt_ends: dict[int, str] = {}  # by prompt: how a conversation's prompt ends
-        self.echoes: dict[int, Echo] = {}  # by prompt, if the job asks for echoes
+        self.prompts: dict[int, Accepted] = {}  # accepted prompts, by number
         now = time.perf_counter()
         self.clocks = [SequenceClock(metrics, now) for _ in self.seq_ids]
         self._logprobs = logprobs
         self.num_logprobs = 0  # that it holds, also in its sink, of those of `logprobs`
         self._num_pending_logprobs = 0  # of these, the ones in `_pending`
         self._num_pending_tokens = 0
-        self._num_accepted = 0
         self._num_finished = 0
         self._cached_tokens: dict[int, int] = {}  # by prompt: the least among its choices, which the first one has
         self._pending: dict[int, Delta] = {}  # by choice, in order of arrival
@@ -238,15 +235,10 @@ class OpenRequest:
 
     def accept(self, accepted: Accepted) -> None:
         """Record that the tokenizer has accepted a prompt."""
-        prompt = self._prompt_of(accepted.seq_ids[0])
-        self.prompt_ids[prompt] = accepted.prompt_ids
-        self.prompt_ends[prompt] = accepted.prompt_end
-        if accepted.echo is not None:
-            self.echoes[prompt] = accepted.echo
+        self.prompts[self._prompt_of(accepted.seq_ids[0])] = accepted
         num_tokens = num_ids(accepted.prompt_ids)
         self.prompt_tokens += num_tokens
         self._metrics.prompt(num_tokens)
-        self._num_accepted += 1
 
     def put(self, output: OutputDelta, now: float) -> None:
         """Add output of a choice; `now` is the time of `perf_counter` at which it came."""
@@ -340,7 +332,7 @@ class OpenRequest:
         return (seq_id - self.seq_ids.start) // self.job.n
 
     def _is_accepted(self) -> bool:
-        return self._num_accepted == len(self.job.prompts)
+        return len(self.prompts) == len(self.job.prompts)
 
     def _is_pending_or_over(self) -> bool:
         return bool(self._pending) or self._is_complete()

@@ -150,7 +150,7 @@ class ResponsesWriter(Writer):
 
     def begin(self, request: OpenRequest) -> None:
         self._open = request
-        self._choice = ParsedChoice(self._options, request.prompt_ends[0])
+        self._choice = ParsedChoice(self._options, request.prompts[0].prompt_end)
 
     def cancel(self) -> Response:
         """Return the response as cancelled now, or as it ended before."""
