@@ -37,7 +37,7 @@ class Histogram:
 
 
 class RequestMetrics:
-    """Counts since the start. Times are seconds."""
+    """Counts since the start, and log-probabilities held at the moment. Times are seconds."""
 
     def __init__(self) -> None:
         self.prompt_tokens = 0
@@ -53,6 +53,7 @@ class RequestMetrics:
         self.request_prompt_tokens = Histogram(TOKENS)
         self.request_generation_tokens = Histogram(TOKENS)
         self.request_max_num_generation_tokens = Histogram(TOKENS)  # tokens of a request's longest sequence
+        self.held_logprobs = 0  # log-probabilities that open requests hold until they are written
         self.failed_accepts = 0  # connections refused by the limit of open files
 
     def prompt(self, num_tokens: int) -> None:

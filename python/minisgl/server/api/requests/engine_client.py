@@ -25,7 +25,7 @@ from minisgl.sampling_params import InvalidRequest
 from minisgl.seeds import choice_seed, random_seed
 from minisgl.server.api.http.errors import aborted, invalid, overloaded, refused, shutting_down
 from minisgl.server.api.metrics import RequestMetrics
-from minisgl.server.api.requests.open_request import ClientGone, Delta, Job, LogprobBudget, OpenRequest
+from minisgl.server.api.requests.open_request import ClientGone, Delta, Job, OpenRequest
 from minisgl.server.api.requests.queries import Queries, R
 from minisgl.server.api.tracing import Tracer
 
@@ -55,7 +55,6 @@ class EngineClient:
         self._reached: set[OpenRequest] = set()  # requests with output that their readers have not been given yet
         self._names: dict[str, set[OpenRequest]] = {}  # open requests by the ids that clients may abort them with
         self.metrics = RequestMetrics()
-        self._logprobs = LogprobBudget()
         self._queries = Queries(tokenizers)
         self._shutdown_reason: str | None = None
         self.is_shut_down = False
@@ -70,7 +69,7 @@ class EngineClient:
         prompts_a_turn = self._admit(job)
         request_id = names[0] if names else ""
         tokenizer = next(self._round_robin)
-        request = OpenRequest(job, self._next_seq_id, tokenizer, self.metrics, request_id, self._logprobs)
+        request = OpenRequest(job, self._next_seq_id, tokenizer, self.metrics, request_id)
         self._next_seq_id += job.num_choices
         self._num_admitted += job.num_choices
         self._open.add(request)
@@ -225,7 +224,7 @@ class EngineClient:
                 "open_sequences": len(self._by_seq_id),
                 "open_prompts": len(self._prompts),
                 "open_queries": len(self._queries),
-                "held_logprobs": self._logprobs.held,
+                "held_logprobs": self.metrics.held_logprobs,
                 "dropped_pieces": self._dropped_pieces,
                 "dropped_reports": self._queries.dropped_reports,
             },

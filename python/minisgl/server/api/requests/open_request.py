@@ -23,6 +23,8 @@ from minisgl.server.api.http.errors import generation_error, invalid_request, to
 from minisgl.server.api.metrics import RequestMetrics, SequenceClock
 
 MAX_HELD_LOGPROBS = 2**24  # of a request until they are written: 0.4 GB, and then 1.3 GB of JSON
+# Of all open requests, each 20 bytes. Their number is not known before they come: a request of 8 MB may get a hundred
+# million from its prompts.
 MAX_HELD_LOGPROBS_IN_ALL = 2**25
 # A request may hold so many whatever others do, for a stream holds those of a step. If more must be written at a time,
 # a thread does it and not the event loop.
@@ -142,28 +144,10 @@ class Sink(Protocol):
         """
 
 
-class LogprobBudget:
-    """Log-probabilities that all open requests hold until they are written; each takes some 20 bytes.
-
-    Their number is not known before they come: a request of 8 MB may get a hundred million from its prompts.
-    """
-
-    def __init__(self) -> None:
-        self.held = 0
-
-
 class OpenRequest:
     """One HTTP request, from its admission to the end of its answer."""
 
-    def __init__(
-        self,
-        job: Job,
-        first_seq_id: int,
-        tokenizer: int,
-        metrics: RequestMetrics,
-        request_id: str,
-        logprobs: LogprobBudget,
-    ) -> None:
+    def __init__(self, job: Job, first_seq_id: int, tokenizer: int, metrics: RequestMetrics, request_id: str) -> None:
         self.job = job
         self.id = request_id  # in logs and traces
         self.seq_ids = range(first_seq_id, first_seq_id + job.num_choices)
@@ -174,8 +158,7 @@ class OpenRequest:
         self.prompts: dict[int, Accepted] = {}  # accepted prompts, by number
         now = time.perf_counter()
         self.clocks = [SequenceClock(metrics, now) for _ in self.seq_ids]
-        self._logprobs = logprobs
-        self.num_logprobs = 0  # that it holds, also in its sink, of those of `logprobs`
+        self.num_logprobs = 0  # that it holds, also in its sink
         self._num_pending_logprobs = 0  # of these, the ones in `_pending`
         self._num_pending_tokens = 0
         self._num_finished = 0
@@ -287,7 +270,7 @@ class OpenRequest:
 
     def release_logprobs(self) -> None:
         """Count no log-probabilities of this request as held any more, because it has ended."""
-        self._logprobs.held -= self.num_logprobs
+        self._metrics.held_logprobs -= self.num_logprobs
         self.num_logprobs = 0
 
     def break_cycles(self) -> None:
@@ -311,12 +294,12 @@ class OpenRequest:
             count += len(output.prompt_logprobs) * (1 + (sampling.prompt_logprobs or 0))
         self._num_pending_logprobs += count
         self.num_logprobs += count
-        self._logprobs.held += count
+        self._metrics.held_logprobs += count
         if self.num_logprobs > MAX_HELD_LOGPROBS:
             field = "logprobs" if output.prompt_logprobs is None else "prompt_logprobs"
             text = f"{field} of this answer are more than {MAX_HELD_LOGPROBS}: ask for fewer at a time, or for a stream"
             self.fail(invalid_request(InvalidRequest(field, text), self.field_names(output.seq_id)))
-        elif self._logprobs.held > MAX_HELD_LOGPROBS_IN_ALL and self.num_logprobs > SMALL_LOGPROBS:
+        elif self._metrics.held_logprobs > MAX_HELD_LOGPROBS_IN_ALL and self.num_logprobs > SMALL_LOGPROBS:
             self.fail(too_many_logprobs(MAX_HELD_LOGPROBS_IN_ALL))
 
     def field_names(self, seq_id: int) -> dict[str, str]:
@@ -367,7 +350,7 @@ class OpenRequest:
     def _written_to(self, sink: Sink, num_logprobs: int) -> None:
         """Count log-probabilities that the sink has written as no longer held, unless it keeps them."""
         if not sink.keeps_logprobs:
-            self._logprobs.held -= num_logprobs
+            self._metrics.held_logprobs -= num_logprobs
             self.num_logprobs -= num_logprobs
 
     async def _until(self, condition: Callable[[OpenRequest], bool]) -> None:
