@@ -136,14 +136,8 @@ class EventStream:
         self._writer = writer
         self._thread = thread
         self._body = body
-
-    @property
-    def keeps_logprobs(self) -> bool:
-        return self._writer.keeps_logprobs
-
-    @property
-    def repeats_logprobs(self) -> bool:
-        return self._writer.repeats_logprobs
+        self.keeps_logprobs = writer.keeps_logprobs
+        self.repeats_logprobs = writer.repeats_logprobs
 
     @property
     def is_behind(self) -> bool:

@@ -144,24 +144,25 @@ class EngineClient:
                 return await request.complete()
 
     def abandon(self, request: OpenRequest) -> None:
-        """Abort a request whose HTTP client has left, without waiting for the task that answers it."""
-        self._release(request)
-        request.fail(ClientGone())
+        """End a request whose HTTP client has left, without waiting for the task that answers it."""
+        self._end(request, ClientGone())
 
     def abort(self, name: str) -> int:
         """End the open requests with this id (clients may give several the same) with an error; return their number."""
         requests = self._names.get(name, set())
         for request in requests:
-            self._release(request)
-            request.fail(aborted())
+            self._end(request, aborted())
         return len(requests)
 
     def abort_all(self) -> int:
         """End every open request with an error; return their number."""
         for request in self._open:
-            self._release(request)
-            request.fail(aborted())
+            self._end(request, aborted())
         return len(self._open)
+
+    def _end(self, request: OpenRequest, error: Exception) -> None:
+        self._release(request)
+        request.fail(error)
 
     def dispatch(self, messages: Iterable[ToApi]) -> None:
         """Handle messages of the API inbox, then deliver to each request's reader all that they brought, at once."""

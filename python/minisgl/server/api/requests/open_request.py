@@ -119,13 +119,8 @@ class Job(GenerateOptions, frozen=True, kw_only=True):
 class Sink(Protocol):
     """Reader of a stream, which is given each delta as it comes."""
 
-    @property
-    def keeps_logprobs(self) -> bool:
-        """True if it keeps the log-probabilities that it has taken."""
-
-    @property
-    def repeats_logprobs(self) -> bool:
-        """True if it writes with each delta all log-probabilities that it has taken."""
+    keeps_logprobs: bool  # True if it keeps the log-probabilities that it has taken
+    repeats_logprobs: bool  # True if it writes with each delta all log-probabilities that it has taken
 
     @property
     def is_behind(self) -> bool:
