@@ -32,8 +32,10 @@ RENAMED = {  # SGLang's name of a sampling parameter -> ours
 DEFAULTS = {"max_tokens": 128, "temperature": 1.0}
 
 
-def is_sglang(fields: dict[str, Any]) -> bool:
-    return "prompt" not in fields and not fields.keys().isdisjoint(("text", "input_ids"))
+def generate_body(fields: dict[str, Any]) -> type[GenerateBody | SglangBody]:
+    """Return the type of a body of /generate: SGLang's form names the prompt `text` or `input_ids`."""
+    is_sglang = "prompt" not in fields and not fields.keys().isdisjoint(("text", "input_ids"))
+    return SglangBody if is_sglang else GenerateBody
 
 
 def sglang_job(body: SglangBody, limits: Limits, sampling_defaults: Mapping[str, Any]) -> Job:

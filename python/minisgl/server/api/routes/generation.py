@@ -17,7 +17,7 @@ from minisgl.server.api.answers.completions import (
     completion_job,
     generate_job,
 )
-from minisgl.server.api.answers.sglang import SglangAnswer, SglangWriter, is_sglang, sglang_job
+from minisgl.server.api.answers.sglang import SglangAnswer, SglangWriter, generate_body, sglang_job
 from minisgl.server.api.bodies.route_bodies import ChatBody, CompletionBody, GenerateBody, SglangBody
 from minisgl.server.api.http.errors import ErrorBody
 from minisgl.server.api.routes.endpoint import Endpoint, Routes
@@ -52,9 +52,7 @@ class GenerationRoutes(Routes):
 
     async def generate(self, request: Request) -> Answer:
         """Complete one prompt, in Mini-SGLang's or SGLang's form."""
-        body: SglangBody | GenerateBody
-        async with self._service.fields(request) as fields:
-            body = await self._service.validate(fields, SglangBody if is_sglang(fields) else GenerateBody)
+        body = await self._service.parse_as(request, generate_body)
         if isinstance(body, SglangBody):
             defaults = self._service.config.sampling_defaults.fields
             answer = sglang_job(body, self._service.limits, defaults), SglangWriter(body)

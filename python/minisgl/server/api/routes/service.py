@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Set
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -31,7 +30,7 @@ from minisgl.server.api.bodies.read_body import (
     size_of_objects,
     validate,
 )
-from minisgl.server.api.bodies.request_body import Body, RequestBody
+from minisgl.server.api.bodies.request_body import RequestBody
 from minisgl.server.api.bodies.tools import ToolUse
 from minisgl.server.api.http.errors import ApiError, model_not_found
 from minisgl.server.api.http.gates import client_of
@@ -104,15 +103,13 @@ class Service:
     parsing: ParsingTurns = field(default_factory=ParsingTurns)
 
     async def parse(self, request: Request, model: type[B]) -> B:
-        """Return the request's body, or ApiError."""
-        async with self.fields(request) as fields:
-            return await self.validate(fields, model)
+        """Return the request's body; ApiError, or InvalidRequest naming the field that is wrong."""
+        return await self.parse_as(request, lambda _fields: model)
 
-    @asynccontextmanager
-    async def fields(self, request: Request) -> AsyncIterator[dict[str, Any]]:
-        """Yield the fields of the request's body, to be validated; ApiError if it is no JSON object.
+    async def parse_as(self, request: Request, choose: Callable[[dict[str, Any]], type[B]]) -> B:
+        """Return the request's body as `parse` does, of the type that `choose` returns for its fields.
 
-        They must be validated within the `async with` block, because other bodies may wait for its end.
+        Each of the calls below takes long for a large body: others get their turn between them.
         """
         http = self.config.http
         data = await read_body(request, http.max_body_bytes, http.receive_timeout)
@@ -120,23 +117,21 @@ class Service:
             max_items = max(MAX_ITEMS, self.limits.max_seq_len)  # a prompt of ids may fill the context
             hold_bytes(request, await size_of_objects(data, max_items))
             fields = read_fields(data)
-            await asyncio.sleep(0)  # each of these calls takes long for a large body: others get their turn
+            await asyncio.sleep(0)
             check_numbers(fields)
             await asyncio.sleep(0)
-            yield fields
+            body = self._validated(fields, choose(fields))
+            await asyncio.sleep(0)
+            return body
 
-    async def validate(self, fields: dict[str, Any], model: type[B]) -> B:
-        """Return the body made of these fields; ApiError or InvalidRequest naming the field that is wrong."""
-        body = validate(self._defaults_of(model) | fields, model, self.limits)
+    def _validated(self, fields: dict[str, Any], model: type[B]) -> B:
+        """Return the body of these fields; the model's generation_config.json has defaults for sampling parameters."""
+        defaults = self.config.sampling_defaults.fields if issubclass(model, RequestBody) else {}
+        body = validate(defaults | fields, model, self.limits)
         self.unknown_fields.log(fields.keys() - model.known_fields())
         if body.model is not None:
             self.check_model(body.model)
-        await asyncio.sleep(0)
         return body
-
-    def _defaults_of(self, model: type[Body]) -> dict[str, Any]:
-        """Return the values of the model's generation_config.json for fields that a body leaves out."""
-        return self.config.sampling_defaults.fields if issubclass(model, RequestBody) else {}
 
     def load(self) -> EngineLoad:
         """Return the engine's load at the last heartbeat."""
