@@ -8,9 +8,6 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from minisgl.message.packed_ids import num_ids
-from minisgl.message.to_api import Encoded
-from minisgl.message.to_tokenizer import Encode
 from minisgl.server.api.answers.answer import Answer
 from minisgl.server.api.answers.chat import chat_job
 from minisgl.server.api.anthropic.bodies import CountTokensBody, MessagesBody
@@ -53,5 +50,4 @@ class MessagesRoutes(Routes):
         use = messages_tools(asked.tools, asked.tool_choice)
         body = chat_body(asked, service.limits, {})
         prompt = body.chat_prompt(use, template_messages(body.messages))
-        reply = await service.ask_tokenizer(lambda query_id: Encode(query_id, prompt), Encoded)
-        return json_response(TokenCount(num_ids(reply.ids)))
+        return json_response(TokenCount(await service.count_tokens(prompt)))

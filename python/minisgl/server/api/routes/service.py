@@ -15,7 +15,9 @@ from starlette.requests import Request
 
 from minisgl.config import ServerConfig
 from minisgl.limits import Limits
-from minisgl.message.to_tokenizer import Query
+from minisgl.message.packed_ids import num_ids
+from minisgl.message.to_api import Encoded
+from minisgl.message.to_tokenizer import ChatPrompt, Encode, Query
 from minisgl.parsers.parser_choice import NONE, Parsers
 from minisgl.pooling.pooling_config import NO_TEXT
 from minisgl.server.api.answers.answer import Answer, Writer
@@ -155,6 +157,10 @@ class Service:
     async def ask_tokenizer(self, query: Callable[[int], Query], answer_type: type[R]) -> R:
         """Return a tokenizer worker's answer to a query, as EngineClient.ask does."""
         return await self.client.ask(query, answer_type, TOKENIZER_TIMEOUT)
+
+    async def count_tokens(self, prompt: ChatPrompt) -> int:
+        """Return the number of a conversation's tokens; ApiError if the tokenizer refuses it."""
+        return num_ids((await self.ask_tokenizer(lambda query_id: Encode(query_id, prompt), Encoded)).ids)
 
     def check_model(self, name: str) -> None:
         """Raise ApiError if it is not one of the model's names."""
