@@ -9,12 +9,9 @@ from functools import partial
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from minisgl.message.packed_ids import num_ids
-from minisgl.message.to_api import Encoded
-from minisgl.message.to_tokenizer import ChatPrompt, Encode
-from minisgl.server.api.answers.answer import Answer
+from minisgl.message.to_tokenizer import ChatPrompt
 from minisgl.server.api.answers.large_json import encode_large
 from minisgl.server.api.http.connection import LargeJson
 from minisgl.server.api.http.errors import ApiError, invalid, under_clients_names
@@ -44,7 +41,7 @@ class InputTokens(msgspec.Struct, frozen=True, tag_field="object", tag="response
 class ResponsesRoutes(Routes):
     def __init__(self, service: Service) -> None:
         super().__init__(service)
-        self._open: dict[str, OpenResponse] = {}  # responses being generated, by id
+        self._open: dict[tuple[str, str], ResponsesWriter] = {}  # responses being generated, by owner and id
 
     def endpoints(self) -> list[Endpoint]:
         return [
@@ -56,7 +53,7 @@ class ResponsesRoutes(Routes):
             Endpoint(f"{ONE}/input_items", self.input_items, answers=(ItemList,), errors=(400, 404)),
         ]
 
-    async def create(self, request: Request) -> OpenResponse:
+    async def create(self, request: Request) -> ASGIApp:
         """Answer input items, as OpenAI's Responses API does."""
         service = self._service
         body = await service.parse(request, ResponsesBody)
@@ -66,7 +63,16 @@ class ResponsesRoutes(Routes):
         begun = msgspec.structs.replace(prepared.begun, store=keep is not None)
         writer = ResponsesWriter(begun, prepared.options, keep, seals_reasoning=prepared.seals_reasoning)
         answer = service.answer(request, prepared.job, writer, stream=body.stream, names=body.own_names)
-        return OpenResponse(answer, writer, history.owner, self._open)
+        key = (history.owner, writer.id)
+
+        async def send_answer(scope: Scope, receive: Receive, send: Send) -> None:
+            self._open[key] = writer
+            try:
+                await answer(scope, receive, send)
+            finally:
+                del self._open[key]
+
+        return send_answer
 
     async def input_tokens(self, request: Request) -> HttpResponse:
         """Return the number of tokens of a response's prompt."""
@@ -75,8 +81,7 @@ class ResponsesRoutes(Routes):
         (prompt,) = prepared.job.prompts
         assert isinstance(prompt, ChatPrompt)
         with under_clients_names(NAMES):
-            reply = await self._service.ask_tokenizer(lambda query_id: Encode(query_id, prompt), Encoded)
-        return json_response(InputTokens(num_ids(reply.ids)))
+            return json_response(InputTokens(await self._service.count_tokens(prompt)))
 
     async def retrieve(self, request: Request) -> LargeJson:
         """Return a stored response."""
@@ -93,9 +98,9 @@ class ResponsesRoutes(Routes):
     async def cancel(self, request: Request) -> LargeJson:
         """Cancel a response that is being generated."""
         id, history = request.path_params["response_id"], self._history(request)
-        running = self._open.get(id)
-        if running is not None and running.owner == history.owner:
-            response = running.writer.cancel()
+        writer = self._open.get((history.owner, id))
+        if writer is not None:
+            response = writer.cancel()
             self._service.client.abort(id)
             return LargeJson(await asyncio.to_thread(encode_large, response))
         await history.response(id)  # ApiError if there is none
@@ -144,27 +149,8 @@ class ResponsesRoutes(Routes):
     async def _count(self, prompt: ChatPrompt) -> int | None:
         """Return a prompt's number of tokens; None if the tokenizer refuses it, for instance as too long."""
         try:
-            encoded = await self._service.ask_tokenizer(lambda query_id: Encode(query_id, prompt), Encoded)
+            return await self._service.count_tokens(prompt)
         except ApiError as error:
             if error.status != 400:
                 raise
             return None
-        return num_ids(encoded.ids)
-
-
-class OpenResponse:
-    """Answer to the creation of a response, which can be cancelled while it is sent."""
-
-    def __init__(self, answer: Answer, writer: ResponsesWriter, owner: str, open: dict[str, OpenResponse]) -> None:
-        """`open`: responses being generated, by id, to which this one adds itself while it is called."""
-        self._answer = answer
-        self.writer = writer
-        self.owner = owner
-        self._open = open
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._open[self.writer.id] = self
-        try:
-            await self._answer(scope, receive, send)
-        finally:
-            del self._open[self.writer.id]
