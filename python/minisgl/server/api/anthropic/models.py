@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from minisgl.server.api.http.errors import invalid
+from minisgl.server.api.http.request_head import page_limit
 
 MAX_PAGE = 1000
 
@@ -43,9 +44,7 @@ def model_page(models: list[ModelInfo], query: Mapping[str, str]) -> ModelPage:
     for name in ("after_id", "before_id"):
         if name in query and query[name] not in ids:
             raise invalid(name, f"{name}: there is no model {query[name]:.80}")
-    text = query.get("limit", "20")
-    if not (text.isascii() and text.isdecimal() and len(text) < 5 and 1 <= (limit := int(text)) <= MAX_PAGE):
-        raise invalid("limit", f"limit must be between 1 and {MAX_PAGE}, not {text:.20}")
+    limit = page_limit(query, MAX_PAGE)
     start = ids.index(query["after_id"]) + 1 if "after_id" in query else 0
     end = ids.index(query["before_id"]) if "before_id" in query else len(ids)
     backwards = "before_id" in query and "after_id" not in query

@@ -17,6 +17,7 @@ from minisgl.server.api.http.connection import LargeJson
 from minisgl.server.api.http.errors import ApiError, invalid, under_clients_names
 from minisgl.server.api.http.gates import owner_of
 from minisgl.server.api.http.middleware import hold_bytes
+from minisgl.server.api.http.request_head import page_limit
 from minisgl.server.api.responses.body import Item, ResponsesBody
 from minisgl.server.api.responses.history import History, ItemList
 from minisgl.server.api.responses.job import NAMES, PreparedResponse, prepare_response, truncate_to_fit
@@ -109,14 +110,12 @@ class ResponsesRoutes(Routes):
     async def input_items(self, request: Request) -> HttpResponse:
         """List the input items of a response and of those before it, newest first unless `order` is asc."""
         query = request.query_params
-        limit, order = query.get("limit", "20"), query.get("order", "desc")
-        if not (limit.isascii() and limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= MAX_PAGE):
-            raise invalid("limit", f"limit must be between 1 and {MAX_PAGE}, not {limit:.20}")
+        limit, order = page_limit(query, MAX_PAGE), query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise invalid("order", f"order must be asc or desc, not {order:.20}")
         page = await self._history(request).input_items(
             request.path_params["response_id"],
-            limit=int(limit),
+            limit=limit,
             after=query.get("after"),
             descending=order == "desc",
         )
