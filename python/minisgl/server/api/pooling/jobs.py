@@ -12,15 +12,16 @@ from minisgl.message.to_tokenizer import IdsPrompt, PairPrompt, Prompt, TextProm
 from minisgl.pooling.pooling_config import PoolingConfig
 from minisgl.sampling_params import CONTEXT_LENGTH_EXCEEDED, InvalidRequest, SamplingParams
 from minisgl.server.api.bodies.plain_prompts import PROMPT_KINDS, checked_ids, is_ids
-from minisgl.server.api.pooling.bodies import PairsBody, PoolingBody
+from minisgl.server.api.pooling.bodies import ClassifyBody, PairsBody, PoolingBody, VectorsBody
 from minisgl.server.api.requests.open_request import Job
 
 MAX_INPUTS = 2048  # inputs of a request, as OpenAI has it
 MAX_PAIR_CHARS = 16 * 1024 * 1024  # characters of all queries and instructions; each pair has both
 
 
-def vectors_job(value: Any, body: PoolingBody, limits: Limits) -> Job:
+def vectors_job(body: VectorsBody | ClassifyBody, limits: Limits) -> Job:
     """Return the job that makes a vector of each input; InvalidRequest naming the input that is wrong."""
+    value = body.input
     if isinstance(value, str) or is_ids(value):
         return make_job([_prompt(value, "input", body, limits)], ["input"], body)
     if not isinstance(value, list) or not value:

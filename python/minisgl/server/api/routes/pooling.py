@@ -67,7 +67,7 @@ class PoolingRoutes(Routes):
         pooling = self._model("embedding")
         body = await self._service.parse(request, EmbeddingsBody)
         check_dimensions(body.dimensions, pooling)
-        job = vectors_job(body.input, body, self._service.limits)
+        job = vectors_job(body, self._service.limits)
         writer = list_writer(
             "embd",
             Embeddings,
@@ -86,7 +86,7 @@ class PoolingRoutes(Routes):
             check_dimensions(body.dimensions, pooling)
         elif body.dimensions is not None:
             raise InvalidRequest("dimensions", "dimensions are of embeddings, but this model makes classes")
-        job = vectors_job(body.input, body, self._service.limits)
+        job = vectors_job(body, self._service.limits)
         writer = list_writer(
             "pool",
             PooledVectors,
@@ -100,7 +100,7 @@ class PoolingRoutes(Routes):
         pooling = self._model("classes")
         body = await self._service.parse(request, ClassifyBody)
         activation = _activation(body.use_activation, pooling)
-        job = vectors_job(body.input, body, self._service.limits)
+        job = vectors_job(body, self._service.limits)
         writer = list_writer(
             "classify",
             Classifications,
