@@ -6,8 +6,10 @@ They are updated for every token, so an update must be cheap. `prometheus` write
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+import msgspec
 
 from minisgl.core import FinishReason
 
@@ -17,23 +19,21 @@ REQUEST_SECONDS = (0.1, 0.3, 0.5, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
 
-class Histogram:
+class Histogram(msgspec.Struct):
     """Counts of values up to each bound and beyond the last, and their sum."""
 
-    __slots__ = ("bounds", "counts", "sum")
+    bounds: tuple[float, ...]
+    counts: list[int]
+    sum: float = 0.0
 
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = tuple(bounds)
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
+    @classmethod
+    def up_to(cls, bounds: tuple[float, ...]) -> Histogram:
+        """Return a histogram without values."""
+        return cls(bounds, [0] * (len(bounds) + 1))
 
     def observe(self, value: float, times: int = 1) -> None:
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
-
-    @property
-    def total(self) -> int:
-        return sum(self.counts)
 
 
 class RequestMetrics:
@@ -43,16 +43,16 @@ class RequestMetrics:
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.finished: dict[FinishReason, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}  # sequences
-        self.time_to_first_token = Histogram(FIRST_TOKEN_SECONDS)
-        self.inter_token_latency = Histogram(TOKEN_SECONDS)
-        self.request_latency = Histogram(REQUEST_SECONDS)  # from a request's submission to a sequence's end
-        self.queue_time = Histogram(REQUEST_SECONDS)  # from the submission to the first step
-        self.prefill_time = Histogram(REQUEST_SECONDS)  # from the first step to the first token
-        self.decode_time = Histogram(REQUEST_SECONDS)  # from the first token to the last
-        self.inference_time = Histogram(REQUEST_SECONDS)  # prefill and decode
-        self.request_prompt_tokens = Histogram(TOKENS)
-        self.request_generation_tokens = Histogram(TOKENS)
-        self.request_max_num_generation_tokens = Histogram(TOKENS)  # tokens of a request's longest sequence
+        self.time_to_first_token = Histogram.up_to(FIRST_TOKEN_SECONDS)
+        self.inter_token_latency = Histogram.up_to(TOKEN_SECONDS)
+        self.request_latency = Histogram.up_to(REQUEST_SECONDS)  # from a request's submission to a sequence's end
+        self.queue_time = Histogram.up_to(REQUEST_SECONDS)  # from the submission to the first step
+        self.prefill_time = Histogram.up_to(REQUEST_SECONDS)  # from the first step to the first token
+        self.decode_time = Histogram.up_to(REQUEST_SECONDS)  # from the first token to the last
+        self.inference_time = Histogram.up_to(REQUEST_SECONDS)  # prefill and decode
+        self.request_prompt_tokens = Histogram.up_to(TOKENS)
+        self.request_generation_tokens = Histogram.up_to(TOKENS)
+        self.request_max_num_generation_tokens = Histogram.up_to(TOKENS)  # tokens of a request's longest sequence
         self.held_logprobs = 0  # log-probabilities that open requests hold until they are written
         self.failed_accepts = 0  # connections refused by the limit of open files
 
@@ -62,23 +62,20 @@ class RequestMetrics:
         self.request_prompt_tokens.observe(num_tokens)
 
 
-class SequenceClock:
+class SequenceClock(msgspec.Struct):
     """Times at which one sequence got its tokens."""
 
-    __slots__ = ("_metrics", "admitted", "first_token", "last_token", "num_tokens", "reason", "start")
-
-    def __init__(self, metrics: RequestMetrics, start: float) -> None:
-        self._metrics = metrics
-        self.num_tokens = 0
-        self.start = start
-        self.admitted: float | None = None  # when the first step was planned; known at the end
-        self.first_token: float | None = None
-        self.last_token = start
-        self.reason: FinishReason | None = None  # reason of its end
+    metrics: RequestMetrics
+    start: float
+    last_token: float  # `start` before the first token
+    num_tokens: int = 0
+    admitted: float | None = None  # when the first step was planned; known at the end
+    first_token: float | None = None
+    reason: FinishReason | None = None  # reason of its end
 
     def tokens(self, count: int, now: float) -> None:
         """Count tokens that came at once, at least one."""
-        metrics = self._metrics
+        metrics = self.metrics
         if self.num_tokens:
             metrics.inter_token_latency.observe((now - self.last_token) / count, count)
         else:
@@ -90,7 +87,7 @@ class SequenceClock:
 
     def end(self, reason: FinishReason, now: float, admitted: float | None = None) -> None:
         """Count the sequence's end."""
-        metrics = self._metrics
+        metrics = self.metrics
         metrics.finished[reason] += 1
         self.reason, self.admitted = reason, admitted
         if reason == "stop" or reason == "length":

@@ -152,7 +152,7 @@ class OpenRequest:
         self._metrics = metrics
         self.prompts: dict[int, Accepted] = {}  # accepted prompts, by number
         now = time.perf_counter()
-        self.clocks = [SequenceClock(metrics, now) for _ in self.seq_ids]
+        self.clocks = [SequenceClock(metrics, now, now) for _ in self.seq_ids]
         self.num_logprobs = 0  # that it holds, also in its sink
         self._num_pending_logprobs = 0  # of these, the ones in `_pending`
         self._num_pending_tokens = 0

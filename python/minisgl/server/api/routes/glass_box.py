@@ -38,14 +38,6 @@ TIMEOUT = 10.0  # seconds, for a scheduler in the middle of a step
 MAX_STEPS = 8192  # steps kept for watchers that have not seen them
 
 
-class Latency(msgspec.Struct, frozen=True):
-    """Histogram of /metrics. Times are seconds."""
-
-    bounds: tuple[float, ...]
-    counts: list[int]  # up to each bound, and beyond the last
-    sum: float
-
-
 class DebugState(msgspec.Struct, frozen=True, kw_only=True):
     """State of the server at one moment; its totals are those of /metrics."""
 
@@ -61,8 +53,8 @@ class DebugState(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int  # since the server's start, as are the fields below
     generation_tokens: int
     finished: dict[FinishReason, int]  # sequences
-    time_to_first_token: Latency
-    time_between_tokens: Latency
+    time_to_first_token: Histogram  # seconds
+    time_between_tokens: Histogram  # seconds
 
 
 class Inspector:
@@ -168,8 +160,8 @@ class GlassBoxRoutes(Routes):
                 prompt_tokens=metrics.prompt_tokens,
                 generation_tokens=metrics.generation_tokens,
                 finished=metrics.finished,
-                time_to_first_token=_latency(metrics.time_to_first_token),
-                time_between_tokens=_latency(metrics.inter_token_latency),
+                time_to_first_token=metrics.time_to_first_token,
+                time_between_tokens=metrics.inter_token_latency,
             )
         )
 
@@ -190,7 +182,3 @@ def _since(request: Request) -> int:
     if not re.fullmatch(r"-1|[0-9]{1,19}", text, re.ASCII) or int(text) > MAX_STEP:
         raise InvalidRequest("since", f"since must be the number of a step, or -1, not {text[:40]!r}")
     return int(text)
-
-
-def _latency(histogram: Histogram) -> Latency:
-    return Latency(histogram.bounds, list(histogram.counts), histogram.sum)
