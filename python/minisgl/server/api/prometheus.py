@@ -38,15 +38,9 @@ class Exposition:
         self._page_size = page_size
 
     def text(self) -> bytes:
-        from prometheus_client import CollectorRegistry, generate_latest  # slow to import, and few ask
+        from prometheus_client import generate_latest  # slow to import, and few ask
 
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(self)
-        return generate_latest(registry)
-
-    def describe(self) -> list[Metric]:
-        """Return nothing: names need no check against each other, because the registry lives for one answer."""
-        return []
+        return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
