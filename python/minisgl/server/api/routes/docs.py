@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-import msgspec
 from fastapi.openapi.docs import get_redoc_html, get_swagger_ui_html
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 
-from minisgl.server.api.routes.endpoint import Endpoint, Json
+from minisgl.server.api.routes.endpoint import Endpoint, Json, json_response
 
 FAVICON = "docs/favicon.png"
 HEADERS = {
@@ -29,10 +28,8 @@ HEADERS = {
 
 class DocsRoutes:
     def __init__(self, document: Callable[[], Json]) -> None:
-        """`document` returns the OpenAPI document; it is called once, at the first request for it."""
+        """`document` returns the OpenAPI document, which it makes at its first call."""
         self._document = document
-        self._encoded: bytes | None = None
-        self._making = asyncio.Lock()
         self._files = StaticFiles(packages=[("fastapi_offline", "static")])
 
     def endpoints(self) -> list[Endpoint]:
@@ -45,10 +42,8 @@ class DocsRoutes:
 
     async def openapi(self, _request: Request) -> Response:
         """Return the OpenAPI document."""
-        async with self._making:
-            if self._encoded is None:  # in a thread: it takes longer than other requests' streams should wait
-                self._encoded = await asyncio.to_thread(lambda: msgspec.json.encode(self._document()))
-        return Response(self._encoded, media_type="application/json")
+        # In a thread, because it takes longer at the first call than other requests' streams should wait.
+        return json_response(await asyncio.to_thread(self._document))
 
     async def swagger(self, _request: Request) -> Response:
         """Return the page of Swagger UI."""
