@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from minisgl.limits import Limits
 from minisgl.message.to_tokenizer import ConversationMessage
-from minisgl.parsers.parser_choice import NONE, AnswerParser, Parsers
+from minisgl.parsers.parser_choice import NONE, Parsers
 from minisgl.sampling_params import Grammar, InvalidRequest
 from minisgl.server.api.answers.parsed_choice import ChatOptions
 from minisgl.server.api.bodies.request_body import GRAMMAR_FIELDS
 from minisgl.server.api.bodies.route_bodies import ChatBody
 from minisgl.server.api.bodies.tools import ToolUse
-from minisgl.server.api.http.errors import invalid_request
+from minisgl.server.api.http.errors import under_clients_names
 from minisgl.server.api.requests.open_request import Job
 from minisgl.structured_output.tool_grammar import calls_grammar, check_strict, either, free_grammar, schemas_to_enforce
 from minisgl.tokenizer.conversation import template_messages
@@ -26,10 +25,13 @@ def chat_job(body: ChatBody, use: ToolUse, limits: Limits, parsers: Parsers, mod
     messages = template_messages(body.messages)
     if use.required:
         parsers = parsers.demanding_calls()
+    continued = messages[-1]["content"] if body.continue_final_message else ""
     options = ChatOptions(
         body=body,
         model=model,
-        parser=_parser_maker(body, parsers, use, messages),
+        parser=lambda prompt_end: parsers.parser(
+            use.schemas, reasoning=body.separate_reasoning, prompt_end=prompt_end, continued=continued
+        ),
         use=use,
         role=messages[-1]["role"] if body.add_generation_prompt is False else "assistant",
         echo=_echo(body, messages),
@@ -40,10 +42,8 @@ def chat_job(body: ChatBody, use: ToolUse, limits: Limits, parsers: Parsers, mod
 def _job(body: ChatBody, limits: Limits, parsers: Parsers, use: ToolUse, messages: list[ConversationMessage]) -> Job:
     limit_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     field_names = {"prompt": "messages", "max_tokens": limit_field, "logprobs": "top_logprobs"}
-    try:
+    with under_clients_names(field_names):
         sampling = body.sampling(limits)
-    except InvalidRequest as error:
-        raise invalid_request(error, field_names) from None
     field_names |= body.grammar_names
     if grammar := _calls_grammar(parsers, use, sampling.grammar):
         sampling = msgspec.structs.replace(sampling, grammar=grammar)
@@ -80,20 +80,6 @@ def _calls_grammar(parsers: Parsers, use: ToolUse, content: Grammar | None) -> G
             "tools with constrained content need tool_choice none or required, given this model's form of calls",
         )
     return either(form, calls, content)
-
-
-def _parser_maker(
-    body: ChatBody, parsers: Parsers, use: ToolUse, messages: list[ConversationMessage]
-) -> Callable[[str], AnswerParser | None]:
-    """Return a function from the end of the prompt to a choice's parser."""
-    continued = messages[-1]["content"] if body.continue_final_message else ""
-
-    def make(prompt_end: str) -> AnswerParser | None:
-        return parsers.parser(
-            use.schemas, reasoning=body.separate_reasoning, prompt_end=prompt_end, continued=continued
-        )
-
-    return make
 
 
 def _echo(body: ChatBody, messages: list[ConversationMessage]) -> str:
