@@ -73,11 +73,7 @@ def build_app(
         openapi_url=None,
         redirect_slashes=False,
         middleware=middleware_stack(config, drain),
-        exception_handlers={
-            ApiError: on_api_error,
-            InvalidRequest: on_invalid_request,
-            HTTPException: on_http_exception,
-        },
+        exception_handlers=dict.fromkeys((ApiError, InvalidRequest, HTTPException), on_error),
     )
     app.openapi = cache(lambda: openapi_document(topics, config, limits))  # type: ignore[method-assign]
     for one in (*chain.from_iterable(topics.values()), *DocsRoutes(app.openapi).endpoints()):
@@ -111,24 +107,24 @@ def middleware_stack(config: ServerConfig, drain: DrainState) -> list[Middleware
     return found
 
 
-async def on_api_error(request: Request, error: Exception) -> Response:
+async def on_error(request: Request, error: Exception) -> Response:
+    """Answer an error in the form that the client reads."""
+    match error:
+        case InvalidRequest():
+            error = invalid_request(error)
+        case HTTPException():
+            error = _http_error(request, error)
     assert isinstance(error, ApiError)
     return error.response(request.scope)
 
 
-async def on_invalid_request(request: Request, error: Exception) -> Response:
-    assert isinstance(error, InvalidRequest)
-    return invalid_request(error).response(request.scope)
-
-
-async def on_http_exception(request: Request, error: Exception) -> Response:
-    """Answer Starlette's own errors: unknown routes and methods."""
-    assert isinstance(error, HTTPException)
+def _http_error(request: Request, error: HTTPException) -> ApiError:
+    """Return the form of Starlette's own errors: unknown routes and methods."""
     route = f"{request.method} {request.url.path}"
     texts = {404: f"there is no route {route}", 405: f"the method is not allowed: {route}"}
     text = texts.get(error.status_code, error.detail)
     headers = {"allow": _allowed_methods(request)} if error.status_code == 405 else error.headers
-    return ApiError(error.status_code, text, headers=headers).response(request.scope)
+    return ApiError(error.status_code, text, headers=headers)
 
 
 def _allowed_methods(request: Request) -> str:
