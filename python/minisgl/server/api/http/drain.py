@@ -25,47 +25,35 @@ class DrainState:
     def __init__(self) -> None:
         self.error: ApiError | None = None  # for refused requests and for those not answered in time; None: no drain
         self.num_requests = 0  # requests under way
-        self._unanswered: set[asyncio.Task[None]] = set()  # tasks of requests whose answers have not begun
-        self._begun = asyncio.Event()
-        self._is_empty = asyncio.Event()
-        self._is_empty.set()
+        self.unanswered: set[asyncio.Task[None]] = set()  # tasks of requests whose answers have not begun
+        self.begun = asyncio.Event()
+        self.is_empty = asyncio.Event()  # all requests under way are answered
+        self.is_empty.set()
 
     def begin(self) -> None:
         """Refuse new requests from now on."""
         self.error = self.error or shutting_down(None)
-        self._begun.set()
+        self.begun.set()
 
     def end(self, error: ApiError) -> None:
         """Answer every request whose answer has not begun with this error."""
         self.error = error
-        self._begun.set()
-        for task in self._unanswered:
+        self.begun.set()
+        for task in self.unanswered:
             task.cancel()
-
-    async def begun(self) -> None:
-        """Wait until the drain begins."""
-        await self._begun.wait()
-
-    async def empty(self) -> None:
-        """Wait until all requests under way are answered."""
-        await self._is_empty.wait()
 
     def enter(self, request: asyncio.Task[None]) -> None:
         """Add a request, identified by the task that answers it."""
         self.num_requests += 1
-        self._is_empty.clear()
-        self._unanswered.add(request)
-
-    def answering(self, request: asyncio.Task[None]) -> None:
-        """Note that a request's answer has begun: `end` no longer cancels its task."""
-        self._unanswered.discard(request)
+        self.is_empty.clear()
+        self.unanswered.add(request)
 
     def leave(self, request: asyncio.Task[None]) -> None:
         """Remove a request that is answered."""
-        self._unanswered.discard(request)
+        self.unanswered.discard(request)
         self.num_requests -= 1
         if not self.num_requests:
-            self._is_empty.set()
+            self.is_empty.set()
 
 
 class DrainGate:
@@ -85,22 +73,19 @@ class DrainGate:
             await drain.error.response(scope)(scope, receive, closing(send))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        drain, started = self._drain, False
+        drain = self._drain
         task: asyncio.Task[None] | None = asyncio.current_task()
         assert task is not None  # uvicorn answers every request in a task of its own
 
         async def send_answer(message: Message) -> None:
-            nonlocal started
-            if not started:
-                started = True
-                drain.answering(task)
+            drain.unanswered.discard(task)  # its answer has begun
             await send(message)
 
         drain.enter(task)
         try:
             await self._app(scope, receive, send_answer)
         except asyncio.CancelledError:
-            if drain.error is None or started:
+            if drain.error is None or task not in drain.unanswered:
                 raise
             task.uncancel()
             await drain.error.response(scope)(scope, receive, closing(send))

@@ -160,11 +160,11 @@ class Server(uvicorn.Server):
 
     async def drain(self, drained: Callable[[], None]) -> None:
         """Wait for a drain to begin, and call `drained` when every request under way is answered."""
-        await self._drain.begun()
+        await self._drain.begun.wait()
         await self._accepts.wait()  # if the drain begins right at the start: clients may wait in the backlog
         for connection in self.server_state.connections:
             cast(Connection, connection).close_after_answer()
-        await self._drain.empty()
+        await self._drain.is_empty.wait()
         drained()
 
     @contextmanager
