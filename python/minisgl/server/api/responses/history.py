@@ -10,10 +10,10 @@ import msgspec
 
 from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.answers.large_json import encode_large
-from minisgl.server.api.http.errors import ApiError, invalid, store_failed
+from minisgl.server.api.http.errors import ApiError, invalid
 from minisgl.server.api.responses.body import Item, ResponsesBody
 from minisgl.server.api.responses.items import REFERENCE, kept_items
-from minisgl.server.api.responses.store import Entry, Hold, MissingResponse, ResponseStore, StoreFailed, TooMuchStored
+from minisgl.server.api.responses.store import Entry, Hold, MissingResponse, ResponseStore, TooMuchStored
 from minisgl.server.api.responses.writer import PREFIX, Keep, Response
 
 T = TypeVar("T")
@@ -55,8 +55,6 @@ class History:
             raise invalid(
                 "previous_response_id", "previous_response_id: the conversation has become too long"
             ) from None
-        except StoreFailed:
-            raise store_failed() from None
 
     async def resolved(self, items: Sequence[Item]) -> list[Item]:
         """Return the items with references replaced by the stored items; ApiError for one that is not stored."""
@@ -71,8 +69,6 @@ class History:
             found = await self._store.find(wanted.values(), self.owner, self._hold)
         except TooMuchStored:
             raise invalid("input", "input: the items referred to, or their responses, are too long") from None
-        except StoreFailed:
-            raise store_failed() from None
         for index, id in wanted.items():
             if id not in found:
                 raise invalid(f"input.{index}.id", f"input.{index}.id: there is no item {id:.80}")
@@ -102,7 +98,7 @@ class History:
                 if await store.put(entry):
                     return response
                 return _not_stored(response, TOO_LARGE)
-            except StoreFailed:
+            except ApiError:  # it could not be stored
                 return _not_stored(response, NOT_STORED)
 
         return keep
@@ -142,8 +138,6 @@ class History:
             raise ApiError(404, f"there is no response {error.id:.80}", code="response_not_found") from None
         except TooMuchStored:
             raise ApiError(400, f"the conversation of the response {id:.80} has become too long") from None
-        except StoreFailed:
-            raise store_failed() from None
 
 
 def _not_stored(response: Response, warning: str) -> Response:

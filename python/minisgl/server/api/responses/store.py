@@ -17,11 +17,10 @@ import os
 import re
 import sqlite3
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import Any, Literal, TypeVar
 
@@ -29,7 +28,7 @@ import msgspec
 
 from minisgl.config import ConfigError, HttpConfig
 from minisgl.server.api.bodies.read_body import MAX_ITEMS, BodyScan
-from minisgl.server.api.http.errors import ApiError
+from minisgl.server.api.http.errors import ApiError, store_failed
 from minisgl.server.api.responses.body import Item
 
 logger = logging.getLogger(__name__)
@@ -84,14 +83,6 @@ class MissingResponse(Exception):
         self.id = id
 
 
-class StoreFailed(Exception):
-    """The file cannot be read or written, for instance because the disk is full; it has been logged."""
-
-
-class _NoFolder(StoreFailed):
-    """The file is gone together with its folder, so it cannot be created either."""
-
-
 @dataclass(frozen=True, slots=True)
 class Entry:
     """Response as it is stored, with its own input."""
@@ -104,7 +95,7 @@ class Entry:
 
 
 class ResponseStore:
-    """Open file of responses. Every access may raise StoreFailed.
+    """Open file of responses. Every access may raise the ApiError `store_failed`, after the failure is logged.
 
     What is read is counted by `hold` before more is read: a short request may refer to as much as a body may have.
     """
@@ -130,7 +121,7 @@ class ResponseStore:
     async def put(self, entry: Entry) -> bool:
         """Store a response, and delete old ones if there is no room; return False if it is larger than `max_bytes`.
 
-        It is stored entirely or, after StoreFailed, not at all.
+        It is stored entirely or, after an error, not at all.
         """
         if len(entry.input) + len(entry.response) > self._max_bytes:
             return False
@@ -144,53 +135,45 @@ class ResponseStore:
             entry = self._get(id, owner)
             return entry, len(entry.input) + len(entry.response)
 
-        return await self._read(lambda: self._run_for(id, get), hold)
+        return await self._read(get, hold, id)
 
     async def delete(self, id: str, owner: str) -> None:
         """Delete a response; MissingResponse if the owner has none with this id."""
-        await self._run_for(id, lambda: self._delete(id, owner))
+        await self._run(lambda: self._delete(id, owner), id)
 
     async def conversation(self, id: str, owner: str, hold: Hold) -> list[Item]:
         """Return input and output items of a response and of all before it in its conversation, oldest first.
 
         MissingResponse if one of the responses is missing; TooMuchStored.
         """
-        call = partial(self._conversation, id, owner, outputs_of_all=True)
-        return await self._read(lambda: self._run_for(id, call), hold)
+        return await self._read(lambda: self._conversation(id, owner, with_output=True), hold, id)
 
     async def input(self, id: str, owner: str, hold: Hold) -> list[Item]:
         """Return the items that a response has answered: its `conversation` without its own output."""
-        call = partial(self._conversation, id, owner, outputs_of_all=False)
-        return await self._read(lambda: self._run_for(id, call), hold)
+        return await self._read(lambda: self._conversation(id, owner, with_output=False), hold, id)
 
     async def find(self, item_ids: Iterable[str], owner: str, hold: Hold) -> dict[str, Item]:
         """Return the items with these ids that are stored; TooMuchStored, for which an item counts each time."""
-        return await self._read(lambda: self._run(lambda: self._find(Counter(item_ids), owner)), hold)
+        return await self._read(lambda: self._find(Counter(item_ids), owner), hold)
 
     def close(self) -> None:
         self._thread.submit(self._database.close).result()
         self._thread.shutdown()
 
-    async def _read(self, read: Callable[[], Awaitable[tuple[T, int]]], hold: Hold) -> T:
+    async def _read(self, read: Callable[[], tuple[T, int]], hold: Hold, id: str | None = None) -> T:
         """Return what `read` returns with its number of bytes, once they are counted."""
         async with self._reading:
-            found, num_bytes = await read()
+            found, num_bytes = await self._run(read, id)
             hold(num_bytes)
         return found
 
-    async def _run(self, call: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._access, call)
-
-    async def _run_for(self, id: str, call: Callable[[], T]) -> T:
-        """Run a call about one response, which cannot exist without the file."""
-        try:
-            return await self._run(call)
-        except _NoFolder:
-            raise MissingResponse(id) from None
+    async def _run(self, call: Callable[[], T], id: str | None = None) -> T:
+        """Return what a call returns in the thread; `id` is the response that it is about, if it is about one."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._access, call, id)
 
     # Run in the thread.
 
-    def _access(self, call: Callable[[], T]) -> T:
+    def _access(self, call: Callable[[], T], id: str | None) -> T:
         try:
             if _identity(self._path) != self._file:
                 self._reopen()
@@ -199,7 +182,9 @@ class ResponseStore:
             if not self._is_failing:
                 self._is_failing = True
                 logger.error("--response-store %s cannot be used, so responses are not stored: %s", self._path, error)
-            raise (_NoFolder if isinstance(error, FileNotFoundError) else StoreFailed) from error
+            if id is not None and isinstance(error, FileNotFoundError):  # the file is gone together with its folder
+                raise MissingResponse(id) from None
+            raise store_failed() from error
 
     def _reopen(self) -> None:
         """Open the file that is now at the path, or create it."""
@@ -253,16 +238,27 @@ class ResponseStore:
         with self._database as database:
             database.execute("DELETE FROM responses WHERE id = ? AND owner = ?", (id, owner))
 
-    def _chain(self, id: str, owner: str) -> Iterator[Entry]:
-        """Yield a response and all before it in its conversation, newest first."""
+    def _conversation(self, id: str, owner: str, *, with_output: bool) -> tuple[list[Item], int]:
+        """Return the items of a conversation up to a response, with or without its own output, and their bytes.
+
+        Only inputs and outputs count against the limits.
+        """
+        bound = _ReadBound(self._max_read_bytes)
+        found: list[list[Item]] = []  # items of each response, newest first
+        num_read = 0
         following: str | None = id
         while following is not None:
             entry = self._get(following, owner)
-            yield entry
+            num_read += len(entry.input) + len(entry.response)
+            if num_read > READ_FACTOR * self._max_read_bytes:
+                raise TooMuchStored
+            bound.add(entry.input)
+            output = _output_of(entry.response)
+            bound.add(output)
+            items: list[Item] = msgspec.json.decode(entry.input)
+            found.append(items + msgspec.json.decode(output) if found or with_output else items)
             following = entry.previous
-
-    def _conversation(self, id: str, owner: str, *, outputs_of_all: bool) -> tuple[list[Item], int]:
-        return self._items(self._chain(id, owner), outputs_of_all=outputs_of_all)
+        return list(chain.from_iterable(reversed(found))), bound.num_bytes
 
     def _find(self, item_ids: Mapping[str, int], owner: str) -> tuple[dict[str, Item], int]:
         """Return the items with these ids and their bytes; `item_ids` has how often each is wanted."""
@@ -296,26 +292,6 @@ class ResponseStore:
             return b"[]" if column == "input" else b'{"output":[]}'
         part: bytes = row[0]
         return part
-
-    def _items(self, entries: Iterator[Entry], *, outputs_of_all: bool) -> tuple[list[Item], int]:
-        """Return the items of entries and their bytes.
-
-        The entries come newest first; the newest one's output is returned only if `outputs_of_all`. Only inputs and
-        outputs count against the limits.
-        """
-        bound = _ReadBound(self._max_read_bytes)
-        found: list[list[Item]] = []
-        num_read = 0
-        for number, entry in enumerate(entries):
-            num_read += len(entry.input) + len(entry.response)
-            if num_read > READ_FACTOR * self._max_read_bytes:
-                raise TooMuchStored
-            bound.add(entry.input)
-            output = _output_of(entry.response)
-            bound.add(output)
-            items: list[Item] = msgspec.json.decode(entry.input)
-            found.append(items + msgspec.json.decode(output) if number or outputs_of_all else items)
-        return list(chain.from_iterable(reversed(found))), bound.num_bytes
 
 
 class _Output(msgspec.Struct):
