@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from minisgl.server.api.answers.large_json import encode_large
 from minisgl.server.api.answers.writer_thread import WriterThread
-from minisgl.server.api.http.connection import StreamBody, send_json, stream_body_of
+from minisgl.server.api.http.connection import LargeJson, StreamBody, stream_body_of
 from minisgl.server.api.http.errors import ApiError, internal_error
 from minisgl.server.api.requests.engine_client import EngineClient
 from minisgl.server.api.requests.open_request import (
@@ -189,7 +189,7 @@ class Answer:
             with self._client.open(self._job, self._names) as request:
                 watcher = asyncio.create_task(self._watch(request, receive))
                 try:
-                    await (self._send_stream if self._stream else self._send_body)(request, scope, send)
+                    await (self._send_stream if self._stream else self._send_body)(request, scope, receive, send)
                 finally:
                     watcher.cancel()
                     self._num_logprobs = request.num_logprobs  # none any more, once `request` is closed
@@ -211,7 +211,7 @@ class Answer:
             pass
         self._client.abandon(request)
 
-    async def _send_stream(self, request: OpenRequest, scope: Scope, send: Send) -> None:
+    async def _send_stream(self, request: OpenRequest, scope: Scope, _receive: Receive, send: Send) -> None:
         await request.accepted()  # a refusal until here is an ordinary error response
         self._writer.begin(request)
         self._started = True
@@ -225,7 +225,7 @@ class Answer:
         last = await _written(lambda: self._writer.last_events(usage), request.num_logprobs, self._thread)
         await self._end_stream(body, last, send)
 
-    async def _send_body(self, request: OpenRequest, _scope: Scope, send: Send) -> None:
+    async def _send_body(self, request: OpenRequest, scope: Scope, receive: Receive, send: Send) -> None:
         choices = await request.complete()
         self._writer.begin(request)
         await asyncio.sleep(0)  # with thousands of choices each of these calls takes long: others get their turn
@@ -235,7 +235,7 @@ class Answer:
         data = await _written(write, request.num_logprobs, self._thread, in_thread=in_thread)
         data = await self._writer.keep(data)
         self._started = True
-        await send_json(data, send)
+        await LargeJson(data)(scope, receive, send)
 
     async def _send_error(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._started:

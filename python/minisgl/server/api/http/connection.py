@@ -248,24 +248,19 @@ class StreamBody:
                 await self.caught_up()
 
 
-async def send_json(data: bytes, send: Send) -> None:
-    """Send an answer of JSON that may be large. Others get their turn between its slices."""
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    for one, is_last in slices_of(data):
-        await send({"type": "http.response.body", "body": one, "more_body": not is_last})
-        if not is_last:
-            await asyncio.sleep(0)
-
-
 class LargeJson:
-    """Answer of JSON that may be large, for a route to return."""
+    """Answer of JSON that may be large. Others get their turn between its slices."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
 
     async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
-        await send_json(self._data, send)
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(self._data))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for one, is_last in slices_of(self._data):
+            await send({"type": "http.response.body", "body": one, "more_body": not is_last})
+            if not is_last:
+                await asyncio.sleep(0)
 
 
 def slices_of(data: bytes) -> Iterator[tuple[bytes, bool]]:
