@@ -21,7 +21,7 @@ from minisgl.tokenizer.conversation import template_messages
 
 
 def chat_job(body: ChatBody, use: ToolUse, limits: Limits, parsers: Parsers, model: str) -> tuple[Job, ChatOptions]:
-    """Return the job of a body and the options of its writer; InvalidRequest or ApiError if the body is wrong."""
+    """Return the job of a body and the options of its writer; InvalidRequest if the body is wrong."""
     messages = template_messages(body.messages)
     if use.required:
         parsers = parsers.demanding_calls()

@@ -39,7 +39,7 @@ def generate_body(fields: dict[str, Any]) -> type[GenerateBody | SglangBody]:
 
 
 def sglang_job(body: SglangBody, limits: Limits, sampling_defaults: Mapping[str, Any]) -> Job:
-    """Return the job of a body; InvalidRequest or ApiError naming the field that is wrong.
+    """Return the job of a body; InvalidRequest naming the field that is wrong.
 
     The model's `sampling_defaults` take precedence over SGLang's.
     """

@@ -31,7 +31,7 @@ SAME = ("temperature", "top_k", "top_p", "max_tokens", "stream", "cache_salt", "
 
 
 def chat_body(body: AnthropicBody, limits: Limits, sampling_defaults: Mapping[str, Any]) -> ChatBody:
-    """Return the equivalent chat body; InvalidRequest or ApiError naming the client's field that is wrong."""
+    """Return the equivalent chat body; InvalidRequest naming the client's field that is wrong."""
     messages = chat_messages(body.system, body.messages)
     fields: dict[str, Any] = dict(sampling_defaults)
     fields |= {

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from minisgl.server.api.http.errors import invalid
+from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.http.request_head import page_limit
 
 MAX_PAGE = 1000
@@ -39,11 +39,11 @@ def model_info(name: str, created: int, max_tokens: int) -> ModelInfo:
 
 
 def model_page(models: list[ModelInfo], query: Mapping[str, str]) -> ModelPage:
-    """Return the page of models that a query asks for; ApiError for a parameter that is wrong."""
+    """Return the page of models that a query asks for; InvalidRequest for a parameter that is wrong."""
     ids = [model.id for model in models]
     for name in ("after_id", "before_id"):
         if name in query and query[name] not in ids:
-            raise invalid(name, f"{name}: there is no model {query[name]:.80}")
+            raise InvalidRequest(name, f"{name}: there is no model {query[name]:.80}")
     limit = page_limit(query, MAX_PAGE)
     start = ids.index(query["after_id"]) + 1 if "after_id" in query else 0
     end = ids.index(query["before_id"]) if "before_id" in query else len(ids)

@@ -21,11 +21,11 @@ from pydantic_core import from_json
 from starlette.requests import Request
 
 from minisgl.limits import Limits
+from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.bodies.request_body import Body
 from minisgl.server.api.http.errors import (
     ApiError,
     encoded_body,
-    invalid,
     too_large,
     too_many_values,
     too_slow,
@@ -148,19 +148,19 @@ def read_fields(data: bytes | bytearray) -> dict[str, Any]:
     try:
         value = from_json(data, allow_inf_nan=False, cache_strings="none")  # a cache doubles the time for many names
     except ValueError as error:
-        raise invalid(None, f"the request body is not valid JSON: {error}") from None
+        raise ApiError(400, f"the request body is not valid JSON: {error}") from None
     finally:
         gc.enable()
     if not isinstance(value, dict):
-        raise invalid(None, "the request body must be a JSON object")
+        raise ApiError(400, "the request body must be a JSON object")
     return {name: field for name, field in value.items() if field is not None}
 
 
 def validate(fields: dict[str, Any], model: type[B], limits: Limits) -> B:
-    """Return the validated body; ApiError or InvalidRequest naming the field that is wrong."""
+    """Return the validated body; InvalidRequest naming the field that is wrong."""
     for name, neutral in model.not_supported.items():
         if name in fields and fields[name] not in neutral:
-            raise invalid(name, f"{name} is not supported")
+            raise InvalidRequest(name, f"{name} is not supported")
     try:
         body = model.model_validate(fields)
     except ValidationError as error:
@@ -207,19 +207,20 @@ def _refuse_number(value: Mapping[str, Any] | list[Any], path: str) -> None:
     kinds = set(map(type, items))
     if not _integers_fit(items, kinds):
         key = next(key for key, item in pairs if type(item) is int and not -(2**63) <= item < 2**63)
-        raise invalid(f"{path}{key}", f"{path}{key}: the integer does not fit 64 bits (-2^63 to 2^63 - 1)")
+        text = f"{path}{key}: the integer does not fit 64 bits (-2^63 to 2^63 - 1)"
+        raise ApiError(400, text, param=f"{path}{key}")
     if not _floats_are_finite(items, kinds):
         key = next(key for key, item in pairs if type(item) is float and math.isinf(item))
-        raise invalid(f"{path}{key}", f"{path}{key}: the number is out of range")
+        raise ApiError(400, f"{path}{key}: the number is out of range", param=f"{path}{key}")
     for key, item in pairs if not kinds.isdisjoint(CONTAINERS) else ():
         if isinstance(item, (dict, list)):
             _refuse_number(item, f"{path}{key}.")
 
 
-def _first_error(error: ValidationError) -> ApiError:
+def _first_error(error: ValidationError) -> InvalidRequest:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     # pydantic adds the names of a union's types, with brackets, to the location.
     param = ".".join(str(part) for part in first["loc"] if "[" not in str(part))
     if (text := _REFUSALS.get(first["type"])) is not None:
-        return invalid(param, f"{param} {text}")
-    return invalid(param, f"{param}: {first['msg'][:1].lower()}{first['msg'][1:]}")
+        return InvalidRequest(param, f"{param} {text}")
+    return InvalidRequest(param, f"{param}: {first['msg'][:1].lower()}{first['msg'][1:]}")

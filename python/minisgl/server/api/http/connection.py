@@ -13,7 +13,7 @@ import httptools
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from minisgl.server.api.http.errors import ApiError, head_too_large, invalid
+from minisgl.server.api.http.errors import ApiError, head_too_large
 
 MAX_WRITE_BYTES = 256 * 1024  # of an answer, in one turn of the event loop
 MAX_HEAD_BYTES = 64 * 1024  # of a request's line and headers, or of the end of a chunked body
@@ -64,7 +64,7 @@ class Connection(HttpToolsProtocol):
             self._decline_upgrade(data[offer.args[0] :])
         except httptools.HttpParserError as error:
             raised = error.__context__  # set if one of the callbacks below raised it
-            self._refuse(raised if isinstance(raised, ApiError) else invalid(None, "this is no HTTP request"))
+            self._refuse(raised if isinstance(raised, ApiError) else ApiError(400, "this is no HTTP request"))
         else:
             if self._unread > MAX_HEAD_BYTES:
                 self._refuse(head_too_large(MAX_HEAD_BYTES))
@@ -130,7 +130,7 @@ class Connection(HttpToolsProtocol):
         """Parse a head again without its Upgrade header, because the parser skips the body of such a request."""
         method = self.parser.get_method()
         if method == b"CONNECT":
-            self._refuse(invalid(None, "this server is no proxy: it does not know the method CONNECT"))
+            self._refuse(ApiError(400, "this server is no proxy: it does not know the method CONNECT"))
             return
         line = b"%b %b HTTP/%b" % (method, self.url, self.parser.get_http_version().encode())
         lines = [line, *(b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"), b"", b""]
@@ -194,9 +194,9 @@ def _check_host(hosts: list[bytes], http_version: str) -> None:
     if not hosts and http_version == "1.0":
         return
     if len(hosts) != 1:
-        raise invalid(None, f"the request must have one Host header, not {len(hosts)}")
+        raise ApiError(400, f"the request must have one Host header, not {len(hosts)}")
     if not _HOST.fullmatch(hosts[0].strip(b" \t")):
-        raise invalid(None, "the request's Host header is not a host with or without a port")
+        raise ApiError(400, "the request's Host header is not a host with or without a port")
 
 
 class StreamBody:

@@ -100,31 +100,25 @@ def _cut(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[:length]}..."
 
 
-def invalid(param: str | None, message: str, code: str | None = None) -> ApiError:
-    """Return the error of a field in which the client sent something wrong."""
-    return ApiError(400, message, param=param, code=code)
+def invalid_request(error: InvalidRequest, names: Mapping[str, str] | None = None) -> ApiError:
+    """Return the error of a field in which the client sent something wrong, under the client's name of the field."""
+    error = renamed(error, names or {})
+    return ApiError(400, error.message, param=error.field, code=error.code)
 
 
-def invalid_request(error: InvalidRequest, field_names: Mapping[str, str] | None = None) -> ApiError:
-    """Return the ApiError of an InvalidRequest, under the client's name of the field."""
-    name = clients_name(error.field, field_names or {})
+def worker_failed(status: int, message: str) -> ApiError:
+    """Return the error if a worker could not answer: 503 if it has too much to do, 500 if it is in its log."""
+    return _unavailable(f"{message}; try again later", "overloaded") if status == 503 else internal_error()
+
+
+def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
+    """Return the error under the client's name of the field: the first part of a dotted name is looked up."""
+    head, dot, rest = error.field.partition(".")
+    name = names.get(head, head) + dot + rest
     message = error.message
     if message.startswith(f"{error.field} "):
         message = name + message.removeprefix(error.field)
-    return invalid(name, message, error.code)
-
-
-def refused(status: int, error: InvalidRequest, field_names: Mapping[str, str] | None = None) -> ApiError:
-    """Return the ApiError of an error that a worker sent in place of an answer."""
-    if status == 400:
-        return invalid_request(error, field_names)
-    return _unavailable(f"{error.message}; try again later", "overloaded") if status == 503 else internal_error()
-
-
-def clients_name(field: str, names: Mapping[str, str]) -> str:
-    """Return a field's dotted name with its first part replaced by the client's name of it."""
-    head, dot, rest = field.partition(".")
-    return names.get(head, head) + dot + rest
+    return InvalidRequest(name, message, error.code)
 
 
 @contextmanager
@@ -133,12 +127,7 @@ def under_clients_names(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        raise invalid_request(error, names) from None
-    except ApiError as error:
-        detail = error.detail
-        if error.status != 400:
-            raise
-        raise invalid(clients_name(detail.param or "", names), detail.message, detail.code) from None
+        raise renamed(error, names) from None
 
 
 def too_large(limit: int) -> ApiError:

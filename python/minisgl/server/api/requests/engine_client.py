@@ -23,7 +23,14 @@ from minisgl.message.to_api import Accepted, OutputDelta, OutputDeltas, Refused,
 from minisgl.message.to_tokenizer import Generate, GenerateOptions, Query, ToTokenizer
 from minisgl.sampling_params import InvalidRequest
 from minisgl.seeds import choice_seed, random_seed
-from minisgl.server.api.http.errors import aborted, invalid, overloaded, refused, shutting_down
+from minisgl.server.api.http.errors import (
+    ApiError,
+    aborted,
+    invalid_request,
+    overloaded,
+    shutting_down,
+    worker_failed,
+)
 from minisgl.server.api.metrics import RequestMetrics
 from minisgl.server.api.requests.open_request import ClientGone, Delta, Job, OpenRequest
 from minisgl.server.api.requests.queries import Queries, R
@@ -92,10 +99,10 @@ class EngineClient:
         """Return the number of prompts to send in a turn of the event loop; ApiError if the request is refused."""
         if self.is_shut_down:
             raise shutting_down(self._shutdown_reason)
+        param = "n" if job.n > 1 else "prompt"
         if job.num_choices > self._max_sequences:
-            param = "n" if job.n > 1 else "prompt"
             text = f"{param}: {job.num_choices} answers are asked for, the server gives {self._max_sequences} at a time"
-            raise invalid(param, text)
+            raise ApiError(400, text, param=param)
         if self._num_admitted + job.num_choices > self._max_sequences:
             raise overloaded(self._max_sequences)
         if job.num_choices == 1:
@@ -103,9 +110,8 @@ class EngineClient:
         # Options are sent with each prompt, and the scheduler keeps them for each choice.
         option_bytes = len(msgspec.msgpack.encode((job.sampling, job.text)))
         if job.num_choices * option_bytes > MAX_OPTION_BYTES:
-            param = "n" if job.n > 1 else "prompt"
             text = f"{param}: {job.num_choices} answers with {option_bytes} bytes of grammar, ids and strings each"
-            raise invalid(param, f"{text} are too many: together they may have {MAX_OPTION_BYTES}")
+            raise ApiError(400, f"{text} are too many: together they may have {MAX_OPTION_BYTES}", param=param)
         return min(PROMPTS_A_TURN, OPTION_BYTES_A_TURN // option_bytes + 1)
 
     def _submit(self, request: OpenRequest, prompts_a_turn: int, first: int = 0) -> None:
@@ -203,11 +209,15 @@ class EngineClient:
 
     def _dispatch_refused(self, message: Refused) -> None:
         self._prompts.pop(message.seq_ids[0], None)
-        error = InvalidRequest(message.field, message.message, message.code)
         for seq_id in message.seq_ids:
             request = self._by_seq_id.pop(seq_id, None)
-            if request is not None:
-                request.fail(refused(message.status, error, request.field_names(seq_id)))
+            if request is None:
+                continue
+            if message.status == 400:
+                error = InvalidRequest(message.field, message.message, message.code)
+                request.fail(invalid_request(error, request.field_names(seq_id)))
+            else:
+                request.fail(worker_failed(message.status, message.message))
 
     def shut_down(self, reason: str | None) -> None:
         """End every open request with an error and admit no other."""

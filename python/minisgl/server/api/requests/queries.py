@@ -16,7 +16,7 @@ from minisgl.message.socket import Sender
 from minisgl.message.to_api import Reply, Unanswered
 from minisgl.message.to_tokenizer import Query, ToTokenizer
 from minisgl.sampling_params import InvalidRequest
-from minisgl.server.api.http.errors import ApiError, no_answer, refused
+from minisgl.server.api.http.errors import ApiError, no_answer, worker_failed
 
 R = TypeVar("R", bound=Reply)
 
@@ -37,7 +37,7 @@ class Queries:
     async def ask(self, query: Callable[[int], Query], answer_type: type[R], timeout_seconds: float) -> R:
         """Ask one tokenizer worker and wait for the answer. `query` makes the message from a query id.
 
-        ApiError if the worker does not answer in time, or answers that the query is wrong.
+        InvalidRequest if the worker answers that the query is wrong, ApiError if it does not answer in time or fails.
         """
         try:
             with self._sent(next(self._round_robin), query) as waiting:
@@ -46,7 +46,9 @@ class Queries:
         except TimeoutError:
             raise no_answer(timeout_seconds) from None
         if isinstance(answer, Unanswered):
-            raise refused(answer.status, InvalidRequest(answer.field, answer.message))
+            if answer.status == 400:
+                raise InvalidRequest(answer.field, answer.message)
+            raise worker_failed(answer.status, answer.message)
         if not isinstance(answer, answer_type):
             raise TypeError(f"a worker answered with {type(answer).__name__}, not {answer_type.__name__}")
         return answer

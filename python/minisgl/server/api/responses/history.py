@@ -10,7 +10,7 @@ import msgspec
 
 from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.answers.large_json import encode_large
-from minisgl.server.api.http.errors import ApiError, invalid
+from minisgl.server.api.http.errors import ApiError
 from minisgl.server.api.responses.body import Item, ResponsesBody
 from minisgl.server.api.responses.items import REFERENCE, kept_items
 from minisgl.server.api.responses.store import Entry, Hold, MissingResponse, ResponseStore, TooMuchStored
@@ -40,38 +40,40 @@ class History:
     # For a new response.
 
     async def before(self, body: ResponsesBody) -> list[Item]:
-        """Return the items of the conversation that a body continues, if any; ApiError if it is not stored."""
+        """Return the items of the conversation that a body continues, if any; InvalidRequest if it is not stored."""
         id = body.previous_response_id
         if id is None:
             return []
         if self._store is None:
-            raise invalid("previous_response_id", f"previous_response_id: the server keeps responses only with {FLAG}")
+            raise InvalidRequest(
+                "previous_response_id", f"previous_response_id: the server keeps responses only with {FLAG}"
+            )
         try:
             return await self._store.conversation(id, self.owner, self._hold)
         except MissingResponse as error:
             text = f"previous_response_id: there is no response {error.id:.80}"
-            raise invalid("previous_response_id", text, "previous_response_not_found") from None
+            raise InvalidRequest("previous_response_id", text, "previous_response_not_found") from None
         except TooMuchStored:
-            raise invalid(
+            raise InvalidRequest(
                 "previous_response_id", "previous_response_id: the conversation has become too long"
             ) from None
 
     async def resolved(self, items: Sequence[Item]) -> list[Item]:
-        """Return the items with references replaced by the stored items; ApiError for one that is not stored."""
+        """Return the items with references replaced by the stored items; InvalidRequest for one that is not stored."""
         wanted = {index: self._referenced(item, index) for index, item in enumerate(items) if _is_reference(item)}
         if not wanted:
             return list(items)
         if self._store is None:
             path = f"input.{next(iter(wanted))}"
             text = f"{path}: the server can look items up only with {FLAG}; clients that set store to false send them"
-            raise invalid(path, text)
+            raise InvalidRequest(path, text)
         try:
             found = await self._store.find(wanted.values(), self.owner, self._hold)
         except TooMuchStored:
-            raise invalid("input", "input: the items referred to, or their responses, are too long") from None
+            raise InvalidRequest("input", "input: the items referred to, or their responses, are too long") from None
         for index, id in wanted.items():
             if id not in found:
-                raise invalid(f"input.{index}.id", f"input.{index}.id: there is no item {id:.80}")
+                raise InvalidRequest(f"input.{index}.id", f"input.{index}.id: there is no item {id:.80}")
         return [found[wanted[index]] if index in wanted else item for index, item in enumerate(items)]
 
     def _referenced(self, item: Item, index: int) -> str:
@@ -114,7 +116,7 @@ class History:
         await self._found(id, lambda store: store.delete(id, self.owner))
 
     async def input_items(self, id: str, *, limit: int, after: str | None, descending: bool) -> ItemList:
-        """Return a page of a response's input items; ApiError if it, or the item `after`, is not stored."""
+        """Return a page of a response's input items; an error if it, or the item `after`, is not stored."""
         items = await self._found(id, lambda store: store.input(id, self.owner, self._hold))
         if descending:
             items.reverse()
@@ -122,7 +124,7 @@ class History:
         if after is not None:
             start = next((index for index, item in enumerate(items, start=1) if item["id"] == after), 0)
             if not start:
-                raise invalid("after", f"after: the response has no item {after:.80}")
+                raise InvalidRequest("after", f"after: the response has no item {after:.80}")
         page = items[start : start + limit]
         first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
         return ItemList(page, first, last, has_more=start + limit < len(items))

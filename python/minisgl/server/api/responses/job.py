@@ -59,7 +59,7 @@ class PreparedResponse:
 def prepare_response(
     body: ResponsesBody, earlier: Sequence[Item], items: Sequence[Item], limits: Limits, parsers: Parsers, model: str
 ) -> PreparedResponse:
-    """Return the request of a body, ready to be submitted; ApiError or InvalidRequest naming the field that is wrong.
+    """Return the request of a body, ready to be submitted; InvalidRequest naming the field that is wrong.
 
     `items` are the body's input items with references resolved; `earlier` the items of the conversation that it
     continues.

@@ -12,9 +12,10 @@ from starlette.responses import Response as HttpResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minisgl.message.to_tokenizer import ChatPrompt
+from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.answers.large_json import encode_large
 from minisgl.server.api.http.connection import LargeJson
-from minisgl.server.api.http.errors import ApiError, invalid, under_clients_names
+from minisgl.server.api.http.errors import ApiError, under_clients_names
 from minisgl.server.api.http.gates import owner_of
 from minisgl.server.api.http.middleware import hold_bytes
 from minisgl.server.api.http.request_head import page_limit
@@ -87,7 +88,7 @@ class ResponsesRoutes(Routes):
     async def retrieve(self, request: Request) -> LargeJson:
         """Return a stored response."""
         if request.query_params.get("stream", "false").lower() == "true":
-            raise invalid("stream", "stream: a stored response cannot be streamed again")
+            raise InvalidRequest("stream", "stream: a stored response cannot be streamed again")
         return LargeJson(await self._history(request).response(request.path_params["response_id"]))
 
     async def delete(self, request: Request) -> HttpResponse:
@@ -112,7 +113,7 @@ class ResponsesRoutes(Routes):
         query = request.query_params
         limit, order = page_limit(query, MAX_PAGE), query.get("order", "desc")
         if order not in ("asc", "desc"):
-            raise invalid("order", f"order must be asc or desc, not {order:.20}")
+            raise InvalidRequest("order", f"order must be asc or desc, not {order:.20}")
         page = await self._history(request).input_items(
             request.path_params["response_id"],
             limit=limit,
@@ -149,7 +150,5 @@ class ResponsesRoutes(Routes):
         """Return a prompt's number of tokens; None if the tokenizer refuses it, for instance as too long."""
         try:
             return await self._service.count_tokens(prompt)
-        except ApiError as error:
-            if error.status != 400:
-                raise
+        except InvalidRequest:
             return None

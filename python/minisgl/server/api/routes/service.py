@@ -159,7 +159,7 @@ class Service:
         return await self.client.ask(query, answer_type, TOKENIZER_TIMEOUT)
 
     async def count_tokens(self, prompt: ChatPrompt) -> int:
-        """Return the number of a conversation's tokens; ApiError if the tokenizer refuses it."""
+        """Return the number of a conversation's tokens; InvalidRequest if the tokenizer refuses it."""
         return num_ids((await self.ask_tokenizer(lambda query_id: Encode(query_id, prompt), Encoded)).ids)
 
     def check_model(self, name: str) -> None:
