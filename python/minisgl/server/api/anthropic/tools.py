@@ -34,11 +34,7 @@ def _tool(tool: dict[str, Any], path: str) -> Tool:
         "strict": optional_member(tool, "strict", bool, path),
     }
     function = {key: value for key, value in function.items() if value is not None}
-    try:
-        check_function(function, path)
-    except InvalidRequest as error:  # under the name that the client used
-        ours, theirs = f"{path}.parameters", f"{path}.input_schema"
-        raise InvalidRequest(error.field.replace(ours, theirs), error.message.replace(ours, theirs)) from None
+    check_function(function, path, "input_schema")
     return {"type": "function", "function": function}
 
 

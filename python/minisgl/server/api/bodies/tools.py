@@ -144,8 +144,11 @@ def function_use(functions: list[dict[str, Any]], choice: Any) -> ToolUse:
     return use_of(tools, ToolChoice.of(name), parallel=False, passed_over=frozenset())
 
 
-def check_function(function: dict[str, Any], path: str) -> None:
-    """Raise InvalidRequest unless the function has a valid name and an object schema of its parameters."""
+def check_function(function: dict[str, Any], path: str, schema_field: str = "parameters") -> None:
+    """Raise InvalidRequest unless the function has a valid name and an object schema of its parameters.
+
+    `schema_field` is the client's name of the schema.
+    """
     name = member(function, "name", str, path)
     if not _NAME.fullmatch(name):
         text = f"{path}.name must have 1 to 256 letters, digits or any of _.:/- and nothing else, not {name!r:.80}"
@@ -155,7 +158,7 @@ def check_function(function: dict[str, Any], path: str) -> None:
     schema = optional_member(function, "parameters", dict, path)
     if schema is None:
         return
-    path = f"{path}.parameters"
+    path = f"{path}.{schema_field}"
     if schema.get("type", "object") != "object":
         raise InvalidRequest(f"{path}.type", f"{path}.type must be 'object': arguments have names")
     for key, value in (optional_member(schema, "properties", dict, path) or {}).items():
