@@ -190,17 +190,15 @@ class _Length:
 
     def __init__(self, characters: int = 0) -> None:
         self._complete = characters
-        self._begun = b""  # first bytes of a character that is not complete
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, data: bytes) -> None:
-        data = self._begun + data
-        text, used = codecs.utf_8_decode(data, "replace", False)
-        self._complete += len(text)
-        self._begun = data[used:]
+        self._complete += len(self._decoder.decode(data))
 
     @property
     def characters(self) -> int:
-        return self._complete + len(self._begun.decode(errors="replace"))
+        begun, _ = self._decoder.getstate()  # first bytes of a character that is not complete
+        return self._complete + len(begun.decode(errors="replace"))
 
 
 def _begins(text: str, token: bytes, at: int = 0) -> bool:
