@@ -68,7 +68,7 @@ def browser_check(host: str | None, http: HttpConfig) -> Check:
     def check(scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
         host = headers.get("host", "").strip()  # only HTTP/1.0, which no browser speaks, may leave it out
-        if host and hosts is not None and not _is_address(name := _host_name(host)) and name not in hosts:
+        if host and hosts is not None and _address(name := _host_name(host)) is None and name not in hosts:
             return foreign_host(name)
         acts = scope["method"] not in SAFE_METHODS or route_path(scope) in GET_ROUTES_THAT_ACT
         origin = headers.get("origin")
@@ -114,10 +114,9 @@ def client_of(connection: HTTPConnection) -> str:
         return f"key {key}"
     if connection.client is None:
         return ""
-    host = connection.client.host
-    if not _is_address(host):
-        return host
-    address = ipaddress.ip_address(host)
+    address = _address(connection.client.host)
+    if address is None:
+        return connection.client.host
     return str(ipaddress.ip_network((address, 64), strict=False) if address.version == 6 else address)
 
 
@@ -153,15 +152,15 @@ def _digest(key: bytes) -> bytes:
 
 
 def _is_loopback(host: str) -> bool:
-    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+    address = _address(host)
+    return host == "localhost" or (address is not None and address.is_loopback)
 
 
-def _is_address(host: str) -> bool:
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        ipaddress.ip_address(host)
+        return ipaddress.ip_address(host)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def _host_name(host: str) -> str:
