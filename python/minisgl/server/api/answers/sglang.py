@@ -127,8 +127,9 @@ class SglangWriter(Writer):
             request.completion_tokens,
             request.cached_tokens,
             time.perf_counter() - self._start,
+            **self._scores(),
         )
-        return SglangAnswer(self._text, self._ids, self._scored(meta) if self._body.return_logprob else meta)
+        return SglangAnswer(self._text, self._ids, meta)
 
     def _finish_reason(self, delta: Delta) -> dict[str, Any] | None:
         match delta.finish:
@@ -139,14 +140,14 @@ class SglangWriter(Writer):
             case reason:
                 return {"type": reason, "matched": delta.ended_by}
 
-    def _scored(self, meta: Meta) -> Meta:
-        """Return `meta` with log-probabilities."""
-        scored = msgspec.structs.replace(
-            meta, input_token_logprobs=self._prompt_chosen, output_token_logprobs=self._chosen
-        )
-        if self._body.top_logprobs_num == 0:
-            return scored
-        return msgspec.structs.replace(scored, input_top_logprobs=self._prompt_top, output_top_logprobs=self._top)
+    def _scores(self) -> dict[str, Any]:
+        """Return the fields of `Meta` with log-probabilities, if requested."""
+        if not self._body.return_logprob:
+            return {}
+        scores = {"input_token_logprobs": self._prompt_chosen, "output_token_logprobs": self._chosen}
+        if self._body.top_logprobs_num > 0:
+            scores |= {"input_top_logprobs": self._prompt_top, "output_top_logprobs": self._top}
+        return scores
 
     def _encode_prompt(self, positions: Iterable[PositionLogprobs]) -> None:
         """Encode those of the prompt from `logprob_start_len` on; the first token has none, but an entry."""
