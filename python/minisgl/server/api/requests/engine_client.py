@@ -274,7 +274,7 @@ class Heartbeat:
     def __init__(self, client: EngineClient) -> None:
         self._client = client
         self._last = time.monotonic()
-        self.counts: dict[str, dict[str, int]] = {}  # last answer by process
+        self.scheduler_counts: dict[str, int] = {}  # last answer of the first rank
         self.generation_rate = 0.0  # tokens/s that came between the last two answers
         self._generated = client.metrics.generation_tokens
 
@@ -286,15 +286,12 @@ class Heartbeat:
     async def beat(self) -> None:
         """Ask once; `age` starts anew only if all processes answer."""
         processes, complete = await self._client.query_counts(HEARTBEAT_TIMEOUT)
-        self.counts |= {process.process: process.counts for process in processes}
+        counts = {process.process: process.counts for process in processes}
+        self.scheduler_counts = counts.get("scheduler-0", self.scheduler_counts)
         if complete:
             generated, now = self._client.metrics.generation_tokens, time.monotonic()
             self.generation_rate = (generated - self._generated) / max(now - self._last, 1e-3)
             self._generated, self._last = generated, now
-
-    def note(self, counts: dict[str, int]) -> None:
-        """Store counts of the scheduler that came with another answer, so that /metrics has the newest."""
-        self.counts["scheduler-0"] = counts
 
     @property
     def age(self) -> float:

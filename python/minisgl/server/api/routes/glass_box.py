@@ -83,17 +83,13 @@ class Inspector:
     async def _ask(self) -> EngineState:
         last = self._steps[-1] if self._steps else None
         known = -1 if last is None else last.step
-
-        def query(query_id: int) -> StateRequest:
-            return StateRequest(query_id, known)
-
-        report = await self._client.ask(query, StateReport, TIMEOUT)
+        report = await self._client.ask(lambda query_id: StateRequest(query_id, known), StateReport, TIMEOUT)
         state = report.state
         for record in state.steps:
             if last is not None and record.begin == last.begin:  # the last record, to which steps have been added
                 self._steps.pop()
             self._steps.append(record)
-        self._heartbeat.note(state.counts)
+        self._heartbeat.scheduler_counts = state.counts  # so that /metrics has the newest
         return state
 
 

@@ -121,8 +121,7 @@ class StatusRoutes(Routes):
     async def metrics(self, _request: Request) -> Response:
         """Return metrics as Prometheus text. The engine's counts are those of the last heartbeat."""
         service = self._service
-        counts = service.heartbeat.counts.get("scheduler-0", {})
-        config, requests = service.config, service.client.metrics
+        config, requests, counts = service.config, service.client.metrics, service.heartbeat.scheduler_counts
         text = Exposition(config.model_name, requests, service.load(), counts, config.engine.page_size).text()
         return Response(text, headers={"content-type": CONTENT_TYPE})
 

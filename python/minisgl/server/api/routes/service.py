@@ -137,8 +137,8 @@ class Service:
 
     def load(self) -> EngineLoad:
         """Return the engine's load at the last heartbeat."""
-        counts = self.heartbeat.counts.get("scheduler-0", {})
-        return EngineLoad.of(counts, self.config.engine.page_size, self.heartbeat.generation_rate)
+        heartbeat = self.heartbeat
+        return EngineLoad.of(heartbeat.scheduler_counts, self.config.engine.page_size, heartbeat.generation_rate)
 
     def answer(
         self, request: Request, job: Job, writer: Writer, *, stream: bool, names: tuple[str, ...] = ()
