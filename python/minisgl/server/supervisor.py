@@ -199,31 +199,36 @@ class Supervisor:
                 raise WorkerFailed(hang, told=f"the process {hang.partition(':')[0]}")
             timeout = min((seconds for seconds in (timeout, self._ranks.pause) if seconds is not None), default=None)
         sources = self._selector.select(timeout)
-        signals = self._signals.receive()  # first: a signal to the whole process group ends workers without a failure
+        self._heed_signals()  # first: a signal to the whole process group ends workers without a failure
+        for key, _ in sources:
+            if key.fileobj == self._shell_end:
+                raise Interrupted
+            if key.fileobj is not self._signals:
+                yield from self._received(key.data)
+
+    def _heed_signals(self) -> None:
+        signals = self._signals.receive()
         has_terminal = self._shell is None or self._shell.process.poll() is not None
         signals &= {signal.SIGTERM, signal.SIGHUP} | ({signal.SIGINT} if has_terminal else set())
         if signals:
             raise Terminated if signals == {signal.SIGTERM} else Interrupted
-        for key, _ in sources:
-            if key.fileobj is self._signals:
-                continue
-            child: Child | None = key.data
-            if child is None:
-                raise Interrupted
-            while True:
-                message = child.pipe.receive()
-                if message is None:
-                    raise WorkerFailed(self._death_message(child))
-                if isinstance(message, Failed):
-                    text = f"{child.name}: {message.message}" if child.ready else message.message
-                    raise WorkerFailed(text, told=f"the process {child.name} has failed")
-                if isinstance(message, Progress):
-                    if self._ranks is not None:
-                        self._ranks.answer(child.name, message)
-                else:
-                    yield child, message
-                if not child.pipe.has_buffered:
-                    break
+
+    def _received(self, child: Child) -> Iterator[tuple[Child, ToSupervisor]]:
+        """Yield the messages that a worker has sent."""
+        while True:
+            message = child.pipe.receive()
+            if message is None:
+                raise WorkerFailed(self._death_message(child))
+            if isinstance(message, Failed):
+                text = f"{child.name}: {message.message}" if child.ready else message.message
+                raise WorkerFailed(text, told=f"the process {child.name} has failed")
+            if isinstance(message, Progress):
+                if self._ranks is not None:
+                    self._ranks.answer(child.name, message)
+            else:
+                yield child, message
+            if not child.pipe.has_buffered:
+                break
 
     def _death_message(self, child: Child) -> str:
         try:
