@@ -31,6 +31,7 @@ from minisgl.server.api.http.errors import shutting_down
 from minisgl.server.api.http.server import Server
 from minisgl.server.api.requests.engine_client import EngineClient, Heartbeat
 from minisgl.server.api.responses.store import open_store
+from minisgl.server.api.routes.service import Service
 
 MODEL = "test-model"
 
@@ -98,9 +99,8 @@ class RunningServer:
         limits = self.config.http.limits(LIMITS)
         self.writer_thread = WriterThread()
         responses = open_store(self.config.http)
-        self.app = build_app(
-            self.client, heartbeat, self.drain, self.config, limits, parsers, responses, self.writer_thread
-        )
+        service = Service(self.client, heartbeat, self.config, limits, parsers, responses, self.writer_thread)
+        self.app = build_app(service, self.drain)
         self._server = Server(self.app, self.config.http, self.drain, self.client.metrics)
         self._loop = asyncio.get_running_loop()
         receiver = asyncio.create_task(receive_forever(inbox, self.client))

@@ -17,13 +17,13 @@ from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_api import ToApi
 from minisgl.message.to_tokenizer import ToTokenizer
 from minisgl.process.worker import Worker
-from minisgl.server.api.answers.writer_thread import WriterThread
 from minisgl.server.api.app import build_app
 from minisgl.server.api.http.drain import DrainState
 from minisgl.server.api.http.errors import shutting_down
 from minisgl.server.api.http.server import Server
 from minisgl.server.api.requests.engine_client import EngineClient, Heartbeat
 from minisgl.server.api.responses.store import open_store
+from minisgl.server.api.routes.service import Service
 from minisgl.server.api.tracing import Tracer
 from minisgl.tokenizer.tokenizer_config import model_parsers
 
@@ -64,27 +64,15 @@ async def serve(worker: Worker, sock: socket.socket) -> None:
     drain = DrainState()
     worker.on_drain(lambda: loop.call_soon_threadsafe(drain.begin))
     limits = config.http.limits(worker.ready())
-    heartbeat = Heartbeat(client)
-    app = build_app(client, heartbeat, drain, config, limits, parsers, responses, WriterThread())
-    server = Server(app, config.http, drain, client.metrics)
+    service = Service(client, Heartbeat(client), config, limits, parsers, responses)
+    server = Server(build_app(service, drain), config.http, drain, client.metrics)
 
     gc.collect()
     gc.freeze()  # startup objects stay: each full collection of them took 40 ms, in which all streams wait
-
-    def shut_down(reason: str | None) -> None:
-        client.shut_down(reason)
-        server.end(shutting_down(reason))
-
-    def on_shutdown(shutdown: Shutdown) -> None:
-        """Run on the control thread, which ends the process after the grace whatever the event loop does."""
-        loop.call_soon_threadsafe(shut_down, shutdown.error)
-        time.sleep(shutdown.grace)
-        os._exit(0)
-
-    worker.on_shutdown(on_shutdown)
+    end_on_shutdown(worker, client, server)
     draining = asyncio.create_task(server.drain(worker.drained))
     receiving = asyncio.create_task(receive_forever(inbox, client))
-    beating = asyncio.create_task(heartbeat.beat_forever())
+    beating = asyncio.create_task(service.heartbeat.beat_forever())
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     ended, _ = await asyncio.wait({receiving, beating, serving}, return_when=asyncio.FIRST_COMPLETED)
     for task in ended - {serving}:
@@ -97,6 +85,23 @@ async def serve(worker: Worker, sock: socket.socket) -> None:
         await asyncio.to_thread(tracer.close)
     for task in ended:
         task.result()  # raises the error of a failed task: a process without its receiver could not answer
+
+
+def end_on_shutdown(worker: Worker, client: EngineClient, server: Server) -> None:
+    """Answer every open request with an error and end, when the supervisor says so."""
+    loop = asyncio.get_running_loop()
+
+    def shut_down(reason: str | None) -> None:
+        client.shut_down(reason)
+        server.end(shutting_down(reason))
+
+    def on_shutdown(shutdown: Shutdown) -> None:
+        """Run on the control thread, which ends the process after the grace whatever the event loop does."""
+        loop.call_soon_threadsafe(shut_down, shutdown.error)
+        time.sleep(shutdown.grace)
+        os._exit(0)
+
+    worker.on_shutdown(on_shutdown)
 
 
 async def receive_forever(inbox: Inbox[ToApi], client: EngineClient) -> None:

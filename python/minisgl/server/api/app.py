@@ -14,17 +14,12 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from minisgl.config import ServerConfig
-from minisgl.limits import Limits
-from minisgl.parsers.parser_choice import Parsers
 from minisgl.sampling_params import InvalidRequest
-from minisgl.server.api.answers.writer_thread import WriterThread
 from minisgl.server.api.http.drain import DrainGate, DrainState
 from minisgl.server.api.http.errors import ApiError, invalid_request
 from minisgl.server.api.http.gates import Gate, browser_check, key_check
 from minisgl.server.api.http.middleware import AccessLogMiddleware, BodyBudgetMiddleware, RequestIdMiddleware
 from minisgl.server.api.openapi import openapi_document
-from minisgl.server.api.requests.engine_client import EngineClient, Heartbeat
-from minisgl.server.api.responses.store import ResponseStore
 from minisgl.server.api.routes.docs import DocsRoutes
 from minisgl.server.api.routes.endpoint import Routes
 from minisgl.server.api.routes.generation import GenerationRoutes
@@ -52,30 +47,20 @@ TOPICS: dict[str, type[Routes]] = {
 LARGEST_BODIES = 128  # bodies of the largest allowed size that may be held at a time: 1 GiB by default
 
 
-def build_app(
-    client: EngineClient,
-    heartbeat: Heartbeat,
-    drain: DrainState,
-    config: ServerConfig,
-    limits: Limits,
-    parsers: Parsers,
-    responses: ResponseStore | None,
-    writer_thread: WriterThread,
-) -> FastAPI:
+def build_app(service: Service, drain: DrainState) -> FastAPI:
     """Return the application of all endpoints, by topic, with the document that is made from them.
 
     They enter as plain Starlette routes: FastAPI's own cost twice the time a request, and read bodies before the limits
     of `bodies.read_body` are checked.
     """
-    service = Service(client, heartbeat, config, limits, parsers, responses, writer_thread)
     topics = {name: topic(service).endpoints() for name, topic in TOPICS.items()}
     app = FastAPI(
         openapi_url=None,
         redirect_slashes=False,
-        middleware=middleware_stack(config, drain),
+        middleware=middleware_stack(service.config, drain),
         exception_handlers=dict.fromkeys((ApiError, InvalidRequest, HTTPException), on_error),
     )
-    app.openapi = cache(lambda: openapi_document(topics, config, limits))  # type: ignore[method-assign]
+    app.openapi = cache(lambda: openapi_document(topics, service.config, service.limits))  # type: ignore[method-assign]
     for one in (*chain.from_iterable(topics.values()), *DocsRoutes(app.openapi).endpoints()):
         app.add_route(one.path, one.handler, list(one.methods), include_in_schema=one.documented)
     return app
