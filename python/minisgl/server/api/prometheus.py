@@ -7,6 +7,7 @@ word for a metric, it has that too.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from minisgl.server.api.metrics import EngineLoad, Histogram, RequestMetrics
@@ -23,19 +24,15 @@ SNAPSHOT_COUNTS = {  # counts of the scheduler, where the model has recurrent la
 }
 
 
+@dataclass(frozen=True, slots=True)
 class Exposition:
     """Metrics at one moment, as a collector of prometheus_client, which writes the text."""
 
-    def __init__(
-        self, model: str, requests: RequestMetrics, load: EngineLoad, counts: Mapping[str, int], page_size: int
-    ) -> None:
-        self._labels = {"model_name": model}
-        self._requests = requests
-        self._load = load
-        self._retractions = counts.get("retractions", 0)
-        self._evicted_pages = counts.get("pages_evicted", 0)
-        self._snapshots = {name: counts.get(name, 0) for name in SNAPSHOT_COUNTS}
-        self._page_size = page_size
+    model: str
+    requests: RequestMetrics
+    load: EngineLoad
+    counts: Mapping[str, int]  # counts of the scheduler
+    page_size: int
 
     def text(self) -> bytes:
         from prometheus_client import generate_latest  # slow to import, and few ask
@@ -45,8 +42,8 @@ class Exposition:
     def collect(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-        names, values = list(self._labels), list(self._labels.values())
-        pages = {"block_size": str(self._page_size), "num_gpu_blocks": str(self._load.max_tokens // self._page_size)}
+        names, values = ["model_name"], [self.model]
+        pages = {"block_size": str(self.page_size), "num_gpu_blocks": str(self.load.max_tokens // self.page_size)}
         info = GaugeMetricFamily("vllm:cache_config_info", "pages of the KV cache", labels=[*names, *pages])
         info.add_metric([*values, *pages.values()], 1)
         yield info
@@ -63,7 +60,7 @@ class Exposition:
             finished = CounterMetricFamily(
                 prefix + "request_success", "ended sequences", labels=[*names, "finished_reason"]
             )
-            for reason, count in self._requests.finished.items():
+            for reason, count in self.requests.finished.items():
                 finished.add_metric([*values, reason], count)
             yield finished
             for name, (text, histogram) in self._histograms().items():
@@ -72,7 +69,7 @@ class Exposition:
                 yield family
 
     def _gauges(self) -> dict[str, tuple[str, float]]:
-        load = self._load
+        load = self.load
         return {
             "num_requests_running": ("sequences that are computed", load.running),
             "num_requests_waiting": ("sequences that wait for their turn", load.waiting),
@@ -80,7 +77,7 @@ class Exposition:
         }
 
     def _sglang_gauges(self) -> dict[str, tuple[str, float]]:
-        load = self._load
+        load = self.load
         return {
             "num_running_reqs": ("sequences that are computed", load.running),
             "num_queue_reqs": ("sequences that wait for their turn", load.waiting),
@@ -92,20 +89,20 @@ class Exposition:
         }
 
     def _counters(self) -> dict[str, tuple[str, int]]:
-        load, requests = self._load, self._requests
+        load, requests = self.load, self.requests
         return {
             "prefix_cache_queries": ("prompt tokens looked for in the cache", load.prefix_tokens_queried),
             "prefix_cache_hits": ("prompt tokens found in the cache", load.prefix_tokens_hit),
-            "evicted_pages": ("pages of the cache that gave way to requests", self._evicted_pages),
-            **{f"state_{name}": (text, self._snapshots[name]) for name, text in SNAPSHOT_COUNTS.items()},
-            "num_preemptions": ("sequences that had to make room and wait again", self._retractions),
+            "evicted_pages": ("pages of the cache that gave way to requests", self.counts.get("pages_evicted", 0)),
+            **{f"state_{name}": (text, self.counts.get(name, 0)) for name, text in SNAPSHOT_COUNTS.items()},
+            "num_preemptions": ("sequences that had to make room and wait again", self.counts.get("retractions", 0)),
             "prompt_tokens": ("tokens of accepted prompts", requests.prompt_tokens),
             "generation_tokens": ("tokens generated", requests.generation_tokens),
             "failed_accepts": ("accepts that failed for want of files to open", requests.failed_accepts),
         }
 
     def _histograms(self) -> dict[str, tuple[str, Histogram]]:
-        requests = self._requests
+        requests = self.requests
         return {
             "time_to_first_token_seconds": ("from a request to its first token", requests.time_to_first_token),
             "inter_token_latency_seconds": ("from a token to the next", requests.inter_token_latency),
