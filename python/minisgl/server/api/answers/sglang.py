@@ -22,7 +22,7 @@ from minisgl.server.api.answers.logprob_forms import token_text, value
 from minisgl.server.api.bodies.read_body import validate
 from minisgl.server.api.bodies.route_bodies import GenerateBody, SglangBody
 from minisgl.server.api.http.errors import under_clients_names
-from minisgl.server.api.requests.open_request import Delta, Job
+from minisgl.server.api.requests.open_request import Delta, Job, OpenRequest
 
 RENAMED = {  # SGLang's name of a sampling parameter -> ours
     "max_new_tokens": "max_tokens",
@@ -97,10 +97,16 @@ class SglangWriter(Writer):
         self._start = time.perf_counter()
         self._text = ""
         self._ids: list[int] = []
-        self._begun = False  # the first delta, which has the prompt's log-probabilities, has come
         # Encoded once, though each event repeats them.
         self._chosen, self._top = JsonList(), JsonList()
         self._prompt_chosen, self._prompt_top = JsonList(), JsonList()
+
+    def begin(self, request: OpenRequest) -> None:
+        super().begin(request)
+        if self._body.logprob_start_len == 0:  # the prompt's first token has no probability, but an entry
+            first: ScoredToken = (None, int(unpack_ids(request.prompts[0].prompt_ids)[0]), None)
+            self._prompt_chosen.add([first])
+            self._prompt_top.add([None])
 
     def events(self, delta: Delta) -> bytes:
         return server_sent_event(self._take(delta))
@@ -116,9 +122,9 @@ class SglangWriter(Writer):
         self._text += delta.text
         self._ids += delta.token_ids
         self._encode_scores(delta.logprobs, self._chosen, self._top)
-        if not self._begun:
-            self._begun = True
-            self._encode_prompt(delta.prompt_logprobs)
+        if (start := self._body.logprob_start_len) >= 0:
+            scored = islice(delta.prompt_logprobs, max(start - 1, 0), None)
+            self._encode_scores(scored, self._prompt_chosen, self._prompt_top)
         request = self._request
         meta = Meta(
             self.id,
@@ -148,17 +154,6 @@ class SglangWriter(Writer):
         if self._body.top_logprobs_num > 0:
             scores |= {"input_top_logprobs": self._prompt_top, "output_top_logprobs": self._top}
         return scores
-
-    def _encode_prompt(self, positions: Iterable[PositionLogprobs]) -> None:
-        """Encode those of the prompt from `logprob_start_len` on; the first token has none, but an entry."""
-        start = self._body.logprob_start_len
-        if start < 0:
-            return
-        if start == 0:
-            first: ScoredToken = (None, int(unpack_ids(self._request.prompts[0].prompt_ids)[0]), None)
-            self._prompt_chosen.add([first])
-            self._prompt_top.add([None])
-        self._encode_scores(islice(positions, max(start - 1, 0), None), self._prompt_chosen, self._prompt_top)
 
     def _encode_scores(self, positions: Iterable[PositionLogprobs], chosen: JsonList, top: JsonList) -> None:
         for some in slices(positions):
