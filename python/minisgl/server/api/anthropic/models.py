@@ -6,7 +6,7 @@ Specification: https://docs.anthropic.com/en/api/models-list
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Literal
 
 import msgspec
@@ -31,11 +31,6 @@ class ModelPage(msgspec.Struct, frozen=True):
     has_more: bool
     first_id: str | None
     last_id: str | None
-
-
-def model_info(name: str, created: int, max_tokens: int) -> ModelInfo:
-    """Return the description of a model; `created` is in seconds since 1970."""
-    return ModelInfo(name, name, datetime.fromtimestamp(created, UTC), max_tokens, max_tokens)
 
 
 def model_page(models: list[ModelInfo], query: Mapping[str, str]) -> ModelPage:

@@ -65,27 +65,21 @@ class LoadRoutes(Routes):
 
     async def loads(self, _request: Request) -> Response:
         """Return running and waiting sequences, and tokens in use, in SGLang's form."""
-        now = datetime.now(UTC)
-        return json_response(
-            Loads(now.isoformat(), __version__, self._service.config.engine.tp_size, [self._rank_load(now)])
-        )
-
-    def _rank_load(self, now: datetime) -> RankLoad:
-        service, load = self._service, self._service.load()
-        max_running = service.config.engine.max_running_requests
-        return RankLoad(
+        now, load, engine = datetime.now(UTC), self._service.load(), self._service.config.engine
+        rank = RankLoad(
             now.timestamp(),
             load.running,
             load.waiting,
             load.tokens_used,
             load.tokens_used + load.tokens_waiting,
             load.max_tokens,
-            max_running,
+            engine.max_running_requests,
             load.usage,
             load.generation_rate,
             load.hit_rate,
-            max(load.usage, load.running / max_running),
+            max(load.usage, load.running / engine.max_running_requests),
         )
+        return json_response(Loads(now.isoformat(), __version__, engine.tp_size, [rank]))
 
     async def simple_load(self, _request: Request) -> Response:
         """Return the number of sequences and their tokens, in SGLang's older form."""

@@ -6,6 +6,7 @@ routes have vLLM's form.
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import cast
 
 import msgspec
@@ -16,7 +17,7 @@ from minisgl.message.packed_ids import pack_ids, unpack_ids
 from minisgl.message.to_api import Decoded, Described, Encoded
 from minisgl.message.to_tokenizer import ChatPrompt, Decode, Describe, Encode, TextPrompt
 from minisgl.sampling_params import InvalidRequest
-from minisgl.server.api.anthropic.models import ModelInfo, ModelPage, model_info, model_page
+from minisgl.server.api.anthropic.models import ModelInfo, ModelPage, model_page
 from minisgl.server.api.bodies.plain_prompts import checked_ids
 from minisgl.server.api.bodies.route_bodies import DetokenizeBody, TokenizeBody
 from minisgl.server.api.http.request_head import speaks_anthropic
@@ -70,7 +71,8 @@ class ModelRoutes(Routes):
         return json_response(self._info(name) if speaks_anthropic(request.scope) else self._card(name))
 
     def _info(self, name: str) -> ModelInfo:
-        return model_info(name, self._service.created, self._service.limits.max_seq_len)
+        created, max_tokens = datetime.fromtimestamp(self._service.created, UTC), self._service.limits.max_seq_len
+        return ModelInfo(name, name, created, max_tokens, max_tokens)
 
     def _card(self, name: str) -> ModelCard:
         service = self._service
