@@ -26,7 +26,6 @@ from minisgl.core import FinishReason
 from minisgl.message.engine_state import EngineState, StateReport, StateRequest, StepRecord
 from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.metrics import EngineLoad, Histogram
-from minisgl.server.api.requests.engine_client import EngineClient, Heartbeat
 from minisgl.server.api.routes.endpoint import Endpoint, Routes, json_response
 from minisgl.server.api.routes.service import Service
 
@@ -57,46 +56,13 @@ class DebugState(msgspec.Struct, frozen=True, kw_only=True):
     time_between_tokens: Histogram  # seconds
 
 
-class Inspector:
-    """Asks the scheduler for its state on behalf of all watchers, one query at a time, at most every MIN_INTERVAL.
-
-    Without watchers the scheduler is not asked.
-    """
-
-    def __init__(self, client: EngineClient, heartbeat: Heartbeat) -> None:
-        self._client = client
-        self._heartbeat = heartbeat
+class GlassBoxRoutes(Routes):
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
         self._asking = asyncio.Lock()
         self._asked = 0.0
         self._state: EngineState | None = None
         self._steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
-
-    async def look(self, since: int) -> tuple[EngineState, list[StepRecord]]:
-        """Return the state and the steps after number `since`; ApiError if the engine does not answer."""
-        async with self._asking:
-            state = self._state
-            if state is None or time.monotonic() - self._asked > MIN_INTERVAL:
-                state = self._state = await self._ask()
-                self._asked = time.monotonic()
-        return state, [record for record in self._steps if record.step > since]
-
-    async def _ask(self) -> EngineState:
-        last = self._steps[-1] if self._steps else None
-        known = -1 if last is None else last.step
-        report = await self._client.ask(lambda query_id: StateRequest(query_id, known), StateReport, TIMEOUT)
-        state = report.state
-        for record in state.steps:
-            if last is not None and record.begin == last.begin:  # the last record, to which steps have been added
-                self._steps.pop()
-            self._steps.append(record)
-        self._heartbeat.scheduler_counts = state.counts  # so that /metrics has the newest
-        return state
-
-
-class GlassBoxRoutes(Routes):
-    def __init__(self, service: Service) -> None:
-        super().__init__(service)
-        self._inspector = Inspector(service.client, service.heartbeat)
 
     def endpoints(self) -> list[Endpoint]:
         if not self._service.config.http.ui:
@@ -140,7 +106,7 @@ class GlassBoxRoutes(Routes):
         With `?since=N`, only steps after step N are listed. Steps are recorded only while this route is polled.
         """
         service = self._service
-        state, steps = await self._inspector.look(_since(request))
+        state, steps = await self._look(_since(request))
         config, metrics = service.config, service.client.metrics
         return json_response(
             DebugState(
@@ -160,6 +126,29 @@ class GlassBoxRoutes(Routes):
                 time_between_tokens=metrics.inter_token_latency,
             )
         )
+
+    async def _look(self, since: int) -> tuple[EngineState, list[StepRecord]]:
+        """Return the engine's state and the steps after number `since`; ApiError if the engine does not answer.
+
+        The scheduler is asked on behalf of all watchers, once at a time, at most every MIN_INTERVAL.
+        """
+        async with self._asking:
+            state = self._state
+            if state is None or time.monotonic() - self._asked > MIN_INTERVAL:
+                state = self._state = await self._ask()
+                self._asked = time.monotonic()
+        return state, [record for record in self._steps if record.step > since]
+
+    async def _ask(self) -> EngineState:
+        last = self._steps[-1] if self._steps else None
+        known = -1 if last is None else last.step
+        report = await self._service.client.ask(lambda query_id: StateRequest(query_id, known), StateReport, TIMEOUT)
+        for record in report.state.steps:
+            if last is not None and record.begin == last.begin:  # the last record, to which steps have been added
+                self._steps.pop()
+            self._steps.append(record)
+        self._service.heartbeat.scheduler_counts = report.state.counts  # so that /metrics has the newest
+        return report.state
 
 
 def content_security_policy(html: str) -> str:
