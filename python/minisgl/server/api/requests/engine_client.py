@@ -32,7 +32,7 @@ from minisgl.server.api.http.errors import (
     worker_failed,
 )
 from minisgl.server.api.metrics import RequestMetrics
-from minisgl.server.api.requests.open_request import ClientGone, Delta, Job, OpenRequest
+from minisgl.server.api.requests.open_request import ClientGone, Job, OpenRequest
 from minisgl.server.api.requests.queries import Queries, R
 from minisgl.server.api.tracing import Tracer
 
@@ -142,12 +142,6 @@ class EngineClient:
             request.aborted(seq_id)
         if unfinished:
             self._tokenizers[request.tokenizer].send(Abort(unfinished))
-
-    async def run(self, job: Job, timeout_seconds: float) -> list[Delta]:
-        """Return a job's whole answer; TimeoutError if it takes longer, which also aborts the job."""
-        with self.open(job) as request:
-            async with asyncio.timeout(timeout_seconds):
-                return await request.complete()
 
     def abandon(self, request: OpenRequest) -> None:
         """End a request whose HTTP client has left, without waiting for the task that answers it."""

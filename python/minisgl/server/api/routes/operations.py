@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import msgspec
@@ -62,7 +63,9 @@ class StatusRoutes(Routes):
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
         job = Job(sampling, TextOptions(), 2**31 - 1, prompts=[IdsPrompt(pack_ids([0]))])
         try:
-            await self._service.client.run(job, GENERATE_TIMEOUT)
+            async with asyncio.timeout(GENERATE_TIMEOUT):
+                with self._service.client.open(job) as request:
+                    await request.complete()
         except TimeoutError:
             raise no_answer(GENERATE_TIMEOUT) from None
         return json_response({"status": "ok", "seconds": time.perf_counter() - begin})
