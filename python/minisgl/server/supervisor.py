@@ -95,13 +95,11 @@ class Supervisor:
             self._drain()
             raise Interrupted
         except Interrupted:
-            self._answer_clients(error=None)
-            self._close_shell()
+            self._end_clients(error=None)
             logger.info("ending")
             return 0
         except WorkerFailed as error:
-            self._answer_clients(error=error.told)
-            self._close_shell()
+            self._end_clients(error=error.told)
             logger.error("%s", error)
             return 1
         finally:
@@ -146,11 +144,6 @@ class Supervisor:
         self._shell = ShellProcess(host, port, self._config.model_name, keys[0] if keys else None)
         self._shell_end = os.pidfd_open(self._shell.process.pid)
         self._selector.register(self._shell_end, selectors.EVENT_READ, None)
-
-    def _close_shell(self) -> None:
-        """End the shell, before anything else is written to the terminal."""
-        if self._shell is not None:
-            self._shell.end(self._grace())
 
     # --- watch ------------------------------------------------------------------------------------------------
 
@@ -248,13 +241,18 @@ class Supervisor:
         """Return the seconds that a process has to end by itself."""
         return max(GRACE_SECONDS, self._deadline - time.monotonic() - KILL_SECONDS - EXIT_SECONDS)
 
-    def _answer_clients(self, error: str | None) -> None:
-        """Have the API server answer clients that still wait with `error`, and wait for its end."""
+    def _end_clients(self, error: str | None) -> None:
+        """Have the API server answer clients that still wait with `error`, and wait for its end.
+
+        Then end the shell, before anything else is written to the terminal.
+        """
         api = next((child for child in self._children if child.name == "api" and child.ready), None)
         if api is not None:
             grace = self._grace()
             api.pipe.send(Shutdown(error, grace))
             _wait(api.process, grace + EXIT_SECONDS)
+        if self._shell is not None:
+            self._shell.end(self._grace())
 
     def _clean_up(self) -> None:
         self._tell_all(Shutdown())
