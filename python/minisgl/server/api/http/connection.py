@@ -145,7 +145,8 @@ class Connection(HttpToolsProtocol):
             return
         if self._reads_head or not self.cycle.response_started:
             path = self.url.partition(b"?")[0].decode("latin-1")
-            body = error.body_for({"path": path, "root_path": "", "headers": self.headers or []})
+            scope = {"path": path, "root_path": "", "headers": self.headers or [], "state": {"request_id": ""}}
+            body = error.body_for(scope)
             headers = {**error.headers, "content-type": "application/json", "connection": "close"}
             lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}", f"content-length: {len(body)}"]
             lines += [f"{name}: {value}" for name, value in headers.items()]

@@ -93,7 +93,7 @@ class ApiError(Exception):
     def body_for(self, scope: Scope) -> bytes:
         if not speaks_anthropic(scope):
             return self.body()
-        return self.anthropic_body(scope.get("state", {}).get("request_id", ""))
+        return self.anthropic_body(scope["state"]["request_id"])
 
 
 def _cut(text: str, length: int) -> str:

@@ -97,7 +97,7 @@ def key_check(http: HttpConfig) -> Check:
             return unauthorized(ADMIN_KEY) if _key_sent(admin, scope) is None else None
         key = _key_sent(keys + admin, scope)
         if key is not None:
-            scope.setdefault("state", {})["api_key"] = key
+            scope["state"]["api_key"] = key
         is_open = path in OPEN_ROUTES or path.startswith(GUIDE_ROUTE)
         return unauthorized(ANY_KEY) if keys and not is_open and key is None else None
 

@@ -48,7 +48,7 @@ class AccessLogMiddleware:
             level = logging.DEBUG if scope["path"] in PROBES else logging.INFO
             host = scope["client"][0] if scope["client"] else "-"
             milliseconds = (time.perf_counter() - begin) * 1e3
-            extra = {"request_id": scope.get("state", {}).get("request_id")}
+            extra = {"request_id": scope["state"]["request_id"]}
             line = host, scope["method"], _path(scope), status, milliseconds
             logger.log(level, "%s %s %s %d %.1f ms", *line, extra=extra)
 
@@ -73,7 +73,7 @@ class RequestIdMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = _request_id(scope)
         scope["root_path"] = self._root_path
-        scope.setdefault("state", {})["request_id"] = request_id.decode()
+        scope["state"]["request_id"] = request_id.decode()
         names = (b"x-request-id", b"request-id") if speaks_anthropic(scope) else (b"x-request-id",)
         started = False
 
@@ -143,7 +143,7 @@ class BodyBudgetMiddleware:
             hold(len(message.get("body", b"")))
             return message
 
-        scope.setdefault("state", {})["hold_bytes"] = hold
+        scope["state"]["hold_bytes"] = hold
         try:
             await self._app(scope, receive_counted, send)
         finally:
