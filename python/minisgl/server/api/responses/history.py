@@ -15,6 +15,7 @@ from minisgl.server.api.responses.body import Item, ResponsesBody
 from minisgl.server.api.responses.items import REFERENCE, kept_items
 from minisgl.server.api.responses.store import Entry, Hold, MissingResponse, ResponseStore, TooMuchStored
 from minisgl.server.api.responses.writer import PREFIX, Keep, Response
+from minisgl.tokenizer.conversation import member
 
 T = TypeVar("T")
 FLAG = "--response-store FILE"
@@ -60,7 +61,9 @@ class History:
 
     async def resolved(self, items: Sequence[Item]) -> list[Item]:
         """Return the items with references replaced by the stored items; InvalidRequest for one that is not stored."""
-        wanted = {index: self._referenced(item, index) for index, item in enumerate(items) if _is_reference(item)}
+        wanted = {
+            index: member(item, "id", str, f"input.{index}") for index, item in enumerate(items) if _is_reference(item)
+        }
         if not wanted:
             return list(items)
         if self._store is None:
@@ -75,12 +78,6 @@ class History:
             if id not in found:
                 raise InvalidRequest(f"input.{index}.id", f"input.{index}.id: there is no item {id:.80}")
         return [found[wanted[index]] if index in wanted else item for index, item in enumerate(items)]
-
-    def _referenced(self, item: Item, index: int) -> str:
-        id = item.get("id")
-        if not isinstance(id, str):
-            raise InvalidRequest(f"input.{index}.id", f"input.{index}.id must be a string")
-        return id
 
     def keeper(self, body: ResponsesBody, items: Sequence[Item]) -> Keep | None:
         """Return the function that stores the response to these items; None if it is not to be stored.
