@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from minisgl.message.to_tokenizer import ConversationMessage
 from minisgl.sampling_params import InvalidRequest
@@ -48,18 +48,14 @@ def unseal(content: str) -> str:
         return ""
 
 
-def messages_of(items: Sequence[Item], path_of: Callable[[int], str]) -> list[ConversationMessage]:
-    """Return the items as messages; InvalidRequest naming the first field that is wrong.
-
-    `path_of` returns the path of an item by its index.
-    """
+def messages_of(items: Sequence[Item], paths: Sequence[str]) -> list[ConversationMessage]:
+    """Return the items as messages; InvalidRequest naming the first field that is wrong, below its item's path."""
     if not items:
         raise InvalidRequest("input", "input must have at least one item")
     if len(items) > MAX_MESSAGES:
         raise InvalidRequest("input", f"input must have at most {MAX_MESSAGES} items, not {len(items)}")
     conversation = _Conversation()
-    for index, item in enumerate(items):
-        path = path_of(index)
+    for item, path in zip(items, paths, strict=True):
         optional_member(item, "id", str, path)
         match item_type(item, path):
             case "message":

@@ -75,12 +75,9 @@ def prepare_response(
 def conversation(body: ResponsesBody, earlier: Sequence[Item], items: Sequence[Item]) -> list[ConversationMessage]:
     """Return the messages of a response: its instructions, the earlier items, its input."""
     instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
-    start = len(earlier)
-
-    def path_of(index: int) -> str:
-        return f"input.{index - start}" if index >= start else f"previous_response_id.{index}"
-
-    return instructions + messages_of([*earlier, *items], path_of)
+    paths = [f"previous_response_id.{index}" for index in range(len(earlier))]
+    paths += [f"input.{index}" for index in range(len(items))]
+    return instructions + messages_of([*earlier, *items], paths)
 
 
 def _chat_body(body: ResponsesBody, messages: list[ConversationMessage], limits: Limits) -> ChatBody:
