@@ -13,9 +13,7 @@ from msgspec import UNSET
 
 from minisgl.limits import Limits
 from minisgl.message.to_tokenizer import ChatPrompt, ConversationMessage
-from minisgl.parsers.parser_choice import Parsers
 from minisgl.sampling_params import InvalidRequest, SamplingParams
-from minisgl.server.api.answers.chat import chat_job
 from minisgl.server.api.answers.parsed_choice import ChatOptions
 from minisgl.server.api.bodies.read_body import validate
 from minisgl.server.api.bodies.request_body import RequestBody
@@ -42,6 +40,7 @@ REPEATED = (  # fields of a request that its response repeats
     "instructions metadata parallel_tool_calls previous_response_id prompt_cache_key safety_identifier tool_choice "
     "truncation user"
 ).split()
+ChatJob = Callable[[ChatBody, ToolUse], tuple[Job, ChatOptions]]
 Count = Callable[[ChatPrompt], Awaitable[int | None]]  # counts a prompt's tokens; None: more than can be counted
 
 
@@ -51,25 +50,24 @@ class PreparedResponse:
 
     job: Job
     options: ChatOptions
-    use: ToolUse
     begun: Response  # the response before it has any output
     seals_reasoning: bool  # reasoning is also returned as encrypted_content
 
 
 def prepare_response(
-    body: ResponsesBody, earlier: Sequence[Item], items: Sequence[Item], limits: Limits, parsers: Parsers, model: str
+    body: ResponsesBody, earlier: Sequence[Item], items: Sequence[Item], limits: Limits, chat_job: ChatJob
 ) -> PreparedResponse:
     """Return the request of a body, ready to be submitted; InvalidRequest naming the field that is wrong.
 
     `items` are the body's input items with references resolved; `earlier` the items of the conversation that it
-    continues.
+    continues. `chat_job` makes the job of a chat completion.
     """
     use, warnings = response_tools(body.tools or [], body.tool_choice, body.parallel_tool_calls)
     chat = _chat_body(body, conversation(body, earlier, items), limits)
     with under_clients_names(NAMES):
-        job, options = chat_job(chat, use, limits, parsers, model)
-    begun = initial_response(body, warnings, job.sampling, model)
-    return PreparedResponse(job.under_names(NAMES), options, use, begun, INCLUDE_REASONING in body.include)
+        job, options = chat_job(chat, use)
+    begun = initial_response(body, warnings, job.sampling, options.model)
+    return PreparedResponse(job.under_names(NAMES), options, begun, INCLUDE_REASONING in body.include)
 
 
 def conversation(body: ResponsesBody, earlier: Sequence[Item], items: Sequence[Item]) -> list[ConversationMessage]:

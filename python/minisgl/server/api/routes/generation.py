@@ -7,7 +7,6 @@ from functools import partial
 from starlette.requests import Request
 
 from minisgl.server.api.answers.answer import Answer
-from minisgl.server.api.answers.chat import chat_job
 from minisgl.server.api.answers.chat_writer import ChatChunk, ChatCompletion, ChatWriter
 from minisgl.server.api.answers.completions import (
     CompletionWriter,
@@ -37,10 +36,7 @@ class GenerationRoutes(Routes):
     async def chat_completions(self, request: Request) -> Answer:
         """Answer a conversation, as OpenAI does."""
         body = await self._service.parse(request, ChatBody)
-        service = self._service
-        use = body.tool_use()
-        service.ignored_tools.log(use, service.parsers)
-        job, options = chat_job(body, use, service.limits, service.parsers, service.config.model_name)
+        job, options = self._service.chat_job(body, body.tool_use())
         return self._service.answer(request, job, ChatWriter(options), stream=body.stream, names=body.own_names)
 
     async def completions(self, request: Request) -> Answer:

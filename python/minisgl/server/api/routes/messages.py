@@ -9,7 +9,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from minisgl.server.api.answers.answer import Answer
-from minisgl.server.api.answers.chat import chat_job
 from minisgl.server.api.anthropic.bodies import CountTokensBody, MessagesBody
 from minisgl.server.api.anthropic.chat_form import NAMES, chat_body
 from minisgl.server.api.anthropic.tools import messages_tools
@@ -35,10 +34,9 @@ class MessagesRoutes(Routes):
         service = self._service
         asked = await service.parse(request, MessagesBody)
         use = messages_tools(asked.tools, asked.tool_choice)
-        service.ignored_tools.log(use, service.parsers)
         body = chat_body(asked, service.limits, service.config.sampling_defaults.fields)
         await asyncio.sleep(0)  # each of these calls takes long for a large body: others get their turn
-        job, options = chat_job(body, use, service.limits, service.parsers, service.config.model_name)
+        job, options = service.chat_job(body, use)
         job = msgspec.structs.replace(job.under_names(NAMES), fewer_tokens=True)
         writer = MessagesWriter(options, request_id_of(request), service.limits.max_seq_len)
         return service.answer(request, job, writer, stream=asked.stream, names=body.own_names)

@@ -130,8 +130,7 @@ class ResponsesRoutes(Routes):
         """Return the request of a body, and the body's input items with references resolved."""
         service = self._service
         earlier, items = await history.before(body), await history.resolved(body.input)
-        prepared = prepare_response(body, earlier, items, service.limits, service.parsers, service.config.model_name)
-        service.ignored_tools.log(prepared.use, service.parsers)
+        prepared = prepare_response(body, earlier, items, service.limits, service.chat_job)
         if body.truncation == "auto":
             prepared = await self._truncated(prepared)
         return prepared, items

@@ -21,6 +21,8 @@ from minisgl.message.to_tokenizer import ChatPrompt, Encode, Query
 from minisgl.parsers.parser_choice import NONE, Parsers
 from minisgl.pooling.pooling_config import NO_TEXT
 from minisgl.server.api.answers.answer import Answer, Writer
+from minisgl.server.api.answers.chat import chat_job
+from minisgl.server.api.answers.parsed_choice import ChatOptions
 from minisgl.server.api.answers.writer_thread import WriterThread
 from minisgl.server.api.bodies.parsing_turns import ParsingTurns
 from minisgl.server.api.bodies.read_body import (
@@ -33,6 +35,7 @@ from minisgl.server.api.bodies.read_body import (
     validate,
 )
 from minisgl.server.api.bodies.request_body import RequestBody
+from minisgl.server.api.bodies.route_bodies import ChatBody
 from minisgl.server.api.bodies.tools import ToolUse
 from minisgl.server.api.http.errors import ApiError, model_not_found
 from minisgl.server.api.http.gates import client_of
@@ -153,6 +156,11 @@ class Service:
         return Answer(
             self.client, job, writer, self.writer_thread, stream=stream, names=(request_id_of(request), *names)
         )
+
+    def chat_job(self, body: ChatBody, use: ToolUse) -> tuple[Job, ChatOptions]:
+        """Return the job of a chat and the options of its writer, and log tools that are ignored."""
+        self.ignored_tools.log(use, self.parsers)
+        return chat_job(body, use, self.limits, self.parsers, self.config.model_name)
 
     async def ask_tokenizer(self, query: Callable[[int], Query], answer_type: type[R]) -> R:
         """Return a tokenizer worker's answer to a query, as EngineClient.ask does."""
