@@ -115,6 +115,7 @@ class ChatWriter(Writer):
         self._include_usage = options.body.wants_usage()
         self._tier: str | UnsetType = UNSET if options.body.service_tier is None else options.body.service_tier
         self._choices: list[ParsedChoice] = []
+        self._begun: set[int] = set()  # choices whose chunk with the role has been written
         self._told_prompt = False  # the prompt's ids and log-probabilities have been written
 
     def begin(self, request: OpenRequest) -> None:
@@ -126,8 +127,8 @@ class ChatWriter(Writer):
     def events(self, delta: Delta) -> bytes:
         options, choice, index = self._options, self._choices[delta.index], delta.index
         events: list[bytes] = []
-        if not choice.begun:
-            choice.begun = True
+        if index not in self._begun:
+            self._begun.add(index)
             events.append(self._event(ChatChunkChoice(index, ChatDelta(role=options.role, content="")), delta))
             if options.echo:
                 events.append(self._event(ChatChunkChoice(index, ChatDelta(content=options.echo)), delta))

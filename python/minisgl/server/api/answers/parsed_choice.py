@@ -42,7 +42,6 @@ class ParsedChoice:
         self._num_calls = 0  # calls written so far
         self._arguments: ValueEnd | None = None  # of the last call, once there are any
         self.is_cut = False  # the events so far end within a call, as they may where a stop string or a limit ends them
-        self.begun = False  # the chunk with the role has been written
         self._packed_logprobs: list[PackedPositions] = []
         self.token_ids: list[int] = []
 
