@@ -62,7 +62,7 @@ def build_app(service: Service, drain: DrainState) -> FastAPI:
     )
     app.openapi = cache(lambda: openapi_document(topics, service.config, service.limits))  # type: ignore[method-assign]
     for one in (*chain.from_iterable(topics.values()), *DocsRoutes(app.openapi).endpoints()):
-        app.add_route(one.path, one.handler, list(one.methods), include_in_schema=one.documented)
+        app.add_route(one.path, one.handler, list(one.methods))
     return app
 
 
