@@ -21,9 +21,8 @@ def bind(host: str, port: int, send_timeout: float = HttpConfig().send_timeout) 
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
-            # Closes connections whose clients read nothing for this long. Accepted connections inherit it.
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(send_timeout * 1000))
+        # Closes connections whose clients read nothing for this long. Accepted connections inherit it.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(send_timeout * 1000))
         sock.bind(address)
         sock.listen(BACKLOG)
     except (OSError, UnicodeError) as error:  # a name of which no domain name can be made
