@@ -530,3 +530,18 @@ def test_an_error_does_not_repeat_a_name_of_any_length(
     assert error["param"].startswith(param)
     assert error["message"].removeprefix("the ").startswith(param)
     assert len(response.content) < 20_000
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/generate", {"text": "a", "sampling_params": {"lora_path": "x"}}, "sampling_params.lora_path"),
+        ("/v1/responses/input_tokens", {"input": "refuse"}, "input"),
+    ],
+)
+def test_the_text_about_a_translated_body_has_the_clients_name(
+    server: RunningServer, path: str, body: dict[str, Any], field: str
+) -> None:
+    error = server.post(path, json=body).json()["error"]
+    assert error["param"] == field
+    assert error["message"].startswith(f"{field} ")
