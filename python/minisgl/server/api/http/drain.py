@@ -11,6 +11,7 @@ import asyncio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.server.api.http.errors import ApiError, shutting_down
+from minisgl.server.api.http.middleware import at_start
 from minisgl.server.api.http.request_head import route_path
 
 # Served during a drain, for operators who watch it or want to end it sooner.
@@ -77,13 +78,9 @@ class DrainGate:
         task: asyncio.Task[None] | None = asyncio.current_task()
         assert task is not None  # uvicorn answers every request in a task of its own
 
-        async def send_answer(message: Message) -> None:
-            drain.unanswered.discard(task)  # its answer has begun
-            await send(message)
-
         drain.enter(task)
         try:
-            await self._app(scope, receive, send_answer)
+            await self._app(scope, receive, at_start(send, lambda _start: drain.unanswered.discard(task)))
         except asyncio.CancelledError:
             if drain.error is None or task not in drain.unanswered:
                 raise
@@ -96,9 +93,7 @@ class DrainGate:
 def closing(send: Send) -> Send:
     """Return a `send` that adds `connection: close` to the answer."""
 
-    async def send_closing(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message["headers"] = [*message["headers"], (b"connection", b"close")]
-        await send(message)
+    def add_header(start: Message) -> None:
+        start["headers"] = [*start["headers"], (b"connection", b"close")]
 
-    return send_closing
+    return at_start(send, add_header)

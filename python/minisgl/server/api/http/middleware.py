@@ -6,6 +6,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Callable
 
 from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -23,6 +24,17 @@ SMALL_BODY = 64 * 1024  # bytes
 MAX_SMALL_BYTES = 2**30  # of the first SMALL_BODY bytes of all requests: 16,384 of them, more than run and wait
 
 
+def at_start(send: Send, change: Callable[[Message], None]) -> Send:
+    """Return a `send` that calls `change` with the message that starts the answer, before it sends it."""
+
+    async def send_changed(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            change(message)
+        await send(message)
+
+    return send_changed
+
+
 class AccessLogMiddleware:
     """Logs client, method, path, status and milliseconds of each request once its answer has ended.
 
@@ -36,14 +48,12 @@ class AccessLogMiddleware:
         begin = time.perf_counter()
         status = NO_ANSWER
 
-        async def send_noting(message: Message) -> None:
+        def note_status(start: Message) -> None:
             nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
+            status = start["status"]
 
         try:
-            await self._app(scope, receive, send_noting)
+            await self._app(scope, receive, at_start(send, note_status))
         finally:
             level = logging.DEBUG if scope["path"] in PROBES else logging.INFO
             host = scope["client"][0] if scope["client"] else "-"
@@ -77,22 +87,21 @@ class RequestIdMiddleware:
         names = (b"x-request-id", b"request-id") if speaks_anthropic(scope) else (b"x-request-id",)
         started = False
 
-        async def send_with_id(message: Message) -> None:
+        def add_id(start: Message) -> None:
             nonlocal started
-            if message["type"] == "http.response.start":
-                started = True
-                message["headers"] = [*message["headers"], *((name, request_id) for name in names)]
-            await send(message)
+            started = True
+            start["headers"] = [*start["headers"], *((name, request_id) for name in names)]
 
+        send = at_start(send, add_id)
         try:
-            await self._app(scope, receive, send_with_id)
+            await self._app(scope, receive, send)
         except ClientDisconnect:  # while it was sending its request
             return
         except Exception:
             extra = {"request_id": request_id.decode()}
             logger.exception("%s %s ended with an internal error", scope["method"], _path(scope), extra=extra)
             if not started:
-                await internal_error().response(scope)(scope, receive, send_with_id)
+                await internal_error().response(scope)(scope, receive, send)
 
 
 def request_id_of(connection: HTTPConnection) -> str:
