@@ -36,7 +36,7 @@ from minisgl.server.api.pooling.bodies import (
 )
 from minisgl.server.api.pooling.jobs import pairs_job, vectors_job
 from minisgl.server.api.requests.open_request import Job
-from minisgl.server.api.routes.endpoint import Endpoint, Handler, Routes
+from minisgl.server.api.routes.endpoint import Endpoint, Routes
 from minisgl.server.api.routes.service import Service
 
 _PLURALS = {"embedding": "embeddings", "classes": "classes or scores"}
@@ -49,17 +49,16 @@ class PoolingRoutes(Routes):
         self._name = service.config.model_name
 
     def endpoints(self) -> list[Endpoint]:
-        routes: list[tuple[tuple[str, ...], Handler, type[PoolingBody], type]] = [
-            (("/v1/embeddings",), self.embeddings, EmbeddingsBody, Embeddings),
-            (("/pooling",), self.pooling, PoolBody, PooledVectors),
-            (("/classify",), self.classify, ClassifyBody, Classifications),
-            (("/score", "/v1/score"), self.score, ScoreBody, Scores),
-            (("/rerank", "/v1/rerank", "/v2/rerank"), self.rerank, RerankBody, Ranking),
-        ]
+        route = Endpoint.for_engine
         return [
-            Endpoint.for_engine(path, handler, (body,), (answer,))
-            for paths, handler, body, answer in routes
-            for path in paths
+            route("/v1/embeddings", self.embeddings, (EmbeddingsBody,), (Embeddings,)),
+            route("/pooling", self.pooling, (PoolBody,), (PooledVectors,)),
+            route("/classify", self.classify, (ClassifyBody,), (Classifications,)),
+            route("/score", self.score, (ScoreBody,), (Scores,)),
+            route("/v1/score", self.score, (ScoreBody,), (Scores,)),
+            route("/rerank", self.rerank, (RerankBody,), (Ranking,)),
+            route("/v1/rerank", self.rerank, (RerankBody,), (Ranking,)),
+            route("/v2/rerank", self.rerank, (RerankBody,), (Ranking,)),
         ]
 
     async def embeddings(self, request: Request) -> Answer:
