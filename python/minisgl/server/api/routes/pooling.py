@@ -11,6 +11,7 @@ from minisgl.server.api.answers.answer import Answer, Usage
 from minisgl.server.api.http.errors import ApiError
 from minisgl.server.api.pooling.answers import (
     Classifications,
+    Classified,
     Embedding,
     Embeddings,
     PooledVector,
@@ -67,13 +68,11 @@ class PoolingRoutes(Routes):
         body = await self._service.parse(request, EmbeddingsBody)
         check_dimensions(body.dimensions, pooling)
         job = vectors_job(body, self._service.limits)
-        writer = list_writer(
-            "embd",
-            Embeddings,
-            self._name,
-            lambda vectors: [Embedding(index, values_of(one, pooling, body)) for index, one in enumerate(vectors)],
-        )
-        return self._answer(request, job, writer, body)
+
+        def items(vectors: list[Float32Array]) -> list[Embedding]:
+            return [Embedding(index, values_of(one, pooling, body)) for index, one in enumerate(vectors)]
+
+        return self._answer(request, job, list_writer("embd", Embeddings, self._name, items), body)
 
     async def pooling(self, request: Request) -> Answer:
         """Return the model's vector of each input, embedding or classes, as vLLM does."""
@@ -86,13 +85,11 @@ class PoolingRoutes(Routes):
         elif body.dimensions is not None:
             raise InvalidRequest("dimensions", "dimensions are of embeddings, but this model makes classes")
         job = vectors_job(body, self._service.limits)
-        writer = list_writer(
-            "pool",
-            PooledVectors,
-            self._name,
-            lambda vectors: [PooledVector(index, values_of(one, pooling, body)) for index, one in enumerate(vectors)],
-        )
-        return self._answer(request, job, writer, body)
+
+        def items(vectors: list[Float32Array]) -> list[PooledVector]:
+            return [PooledVector(index, values_of(one, pooling, body)) for index, one in enumerate(vectors)]
+
+        return self._answer(request, job, list_writer("pool", PooledVectors, self._name, items), body)
 
     async def classify(self, request: Request) -> Answer:
         """Return the probability of each class for each input, as vLLM does."""
@@ -100,13 +97,11 @@ class PoolingRoutes(Routes):
         body = await self._service.parse(request, ClassifyBody)
         activation = _activation(body.use_activation, pooling)
         job = vectors_job(body, self._service.limits)
-        writer = list_writer(
-            "classify",
-            Classifications,
-            self._name,
-            lambda vectors: [classified(index, one, pooling, activation) for index, one in enumerate(vectors)],
-        )
-        return self._answer(request, job, writer, body)
+
+        def items(vectors: list[Float32Array]) -> list[Classified]:
+            return [classified(index, one, pooling, activation) for index, one in enumerate(vectors)]
+
+        return self._answer(request, job, list_writer("classify", Classifications, self._name, items), body)
 
     async def score(self, request: Request) -> Answer:
         """Score pairs of texts, as vLLM does: by a reranker, or by the cosine of their embeddings."""
@@ -115,13 +110,11 @@ class PoolingRoutes(Routes):
         (first, queries), (second, documents) = body.texts()
         activation = _activation(body.use_activation, pooling)
         job, pairs = pairs_job(pooling, queries, documents, (first, second), body)
-        writer = list_writer(
-            "score",
-            Scores,
-            self._name,
-            lambda vectors: list(map(Score, range(len(queries)), scores_of(vectors, pooling, activation, pairs))),
-        )
-        return self._answer(request, job, writer, body)
+
+        def items(vectors: list[Float32Array]) -> list[Score]:
+            return [Score(*one) for one in enumerate(scores_of(vectors, pooling, activation, pairs))]
+
+        return self._answer(request, job, list_writer("score", Scores, self._name, items), body)
 
     async def rerank(self, request: Request) -> Answer:
         """Rank documents by their relevance to a query, as Jina, Cohere and vLLM do."""
