@@ -93,6 +93,10 @@ class Entry:
     input: bytes  # JSON: list of items that have ids
     response: bytes  # JSON: Response object
 
+    @property
+    def size(self) -> int:
+        return len(self.input) + len(self.response)
+
 
 class ResponseStore:
     """Open file of responses. Every access may raise the ApiError `store_failed`, after the failure is logged.
@@ -123,7 +127,7 @@ class ResponseStore:
 
         It is stored entirely or, after an error, not at all.
         """
-        if len(entry.input) + len(entry.response) > self._max_bytes:
+        if entry.size > self._max_bytes:
             return False
         await self._run(lambda: self._put(entry))
         return True
@@ -133,7 +137,7 @@ class ResponseStore:
 
         def get() -> tuple[Entry, int]:
             entry = self._get(id, owner)
-            return entry, len(entry.input) + len(entry.response)
+            return entry, entry.size
 
         return await self._read(get, hold, id)
 
@@ -195,15 +199,14 @@ class ResponseStore:
         logger.warning("--response-store %s was deleted or replaced, and has been opened anew", self._path)
 
     def _put(self, entry: Entry) -> None:
-        size = len(entry.input) + len(entry.response)
-        row = (entry.id, entry.owner, entry.previous, size, entry.input, entry.response)
+        row = (entry.id, entry.owner, entry.previous, entry.size, entry.input, entry.response)
         with self._database as database:
             number = database.execute(
                 "INSERT INTO responses (id, owner, previous, bytes, input, response) VALUES (?, ?, ?, ?, ?, ?)", row
             ).lastrowid
             surplus = database.execute("SELECT sum(bytes) FROM owners").fetchone()[0] - self._max_bytes
             while surplus > 0:
-                owner, num_owners = database.execute(_LARGEST_OWNER, (entry.owner, size)).fetchone()
+                owner, num_owners = database.execute(_LARGEST_OWNER, (entry.owner, entry.size)).fetchone()
                 surplus -= self._delete_oldest(owner, -(-surplus // num_owners), number)
         if self._is_failing:
             self._is_failing = False
@@ -245,13 +248,10 @@ class ResponseStore:
         """
         bound = _ReadBound(self._max_read_bytes)
         found: list[list[Item]] = []  # items of each response, newest first
-        num_read = 0
         following: str | None = id
         while following is not None:
             entry = self._get(following, owner)
-            num_read += len(entry.input) + len(entry.response)
-            if num_read > READ_FACTOR * self._max_read_bytes:
-                raise TooMuchStored
+            bound.read(entry.size)
             bound.add(entry.input)
             output = _output_of(entry.response)
             bound.add(output)
@@ -265,12 +265,9 @@ class ResponseStore:
         matches = [match for match in map(ITEM_ID.fullmatch, item_ids) if match is not None]
         found: dict[str, Item] = {}
         bound = _ReadBound(self._max_read_bytes)
-        num_read = 0
         for response, is_input in dict.fromkeys((f"resp_{match[1]}", bool(match[2])) for match in matches):
             data = self._part(response, owner, "input" if is_input else "response")
-            num_read += len(data)
-            if num_read > READ_FACTOR * self._max_read_bytes:
-                raise TooMuchStored
+            bound.read(len(data))
             for item in msgspec.json.decode(data if is_input else _output_of(data), type=list[msgspec.Raw]):
                 id = msgspec.json.decode(item, type=_Identified).id
                 if isinstance(id, str) and id in item_ids:
@@ -327,8 +324,15 @@ class _ReadBound:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
+        self._num_read = 0
         self.num_bytes = 0
         self._scan = BodyScan(MAX_ITEMS)
+
+    def read(self, num_bytes: int) -> None:
+        """Count bytes that are read from the file, with tools and instructions that are left out."""
+        self._num_read += num_bytes
+        if self._num_read > READ_FACTOR * self._max_bytes:
+            raise TooMuchStored
 
     def add(self, data: bytes | msgspec.Raw) -> None:
         """Count a JSON value; TooMuchStored if there are more bytes or values than allowed."""
