@@ -48,6 +48,9 @@ def parsed(text: str, pieces: Sequence[str] | None = None, **options: object) ->
         (" to=functions.g<|channel|>commentary json<|message|>{}", "", "", [("g", "{}")]),
         ("<|channel|>commentary to=f<|message|> ", "", "", [("f", "{}")]),
         (THOUGHT + CALL + "<|call|>" + CALL.replace("f ", "g "), "Hm.", "", [("f", '{"a": 1}'), ("g", '{"a": 1}')]),
+        # messages without text
+        ("<|channel|>analysis<|message|><|end|>" + FINAL, "", "Hello", []),
+        ("<|channel|>final<|message|><|end|>", "", "", []),
         # tools that the request does not declare
         ("<|channel|>analysis to=python code<|message|>1 + 1<|end|>", "1 + 1", "", []),
         ("<|channel|>commentary to=browser.open<|message|>{}", "", "{}", []),
@@ -75,6 +78,7 @@ def test_without_tools_calls_are_content_and_thoughts_may_stay() -> None:
     assert parsed(THOUGHT + CALL, tools=()) == Parsed(reasoning="Hm.", content='{"a": 1}')
     assert parsed(THOUGHT + FINAL, thoughts=False) == Parsed(content=THOUGHT + "Hello")
     assert parsed(THOUGHT[:-7], thoughts=False) == Parsed(content=THOUGHT[:-7])
+    assert parsed("<|channel|>analysis<|message|><|end|>" + FINAL, thoughts=False) == Parsed(content="Hello")
 
 
 @pytest.mark.parametrize(
