@@ -205,6 +205,13 @@ def test_a_call_in_python_that_takes_long_to_read_is_content() -> None:
         assert (len(parsed.calls), parsed.content) == ((1, "") if is_call else (0, text))
 
 
+def test_a_value_in_python_that_takes_long_to_read_is_text() -> None:
+    schema = tool({"x": {"type": "array"}}, {})
+    for count, is_read in ((100, True), (10_000, False)):
+        value = f"[{'1, ' * count}]"
+        assert arguments(schema, value) == {"x": [1] * count if is_read else value}
+
+
 @pytest.mark.usefixtures("frozen_heap")
 @pytest.mark.parametrize(
     ("argument", "is_call"),
@@ -228,7 +235,7 @@ def test_blanks_of_a_call_in_python_are_read_once(argument: str, is_call: bool) 
 @pytest.mark.parametrize("name", TOOL_CALL_PARSERS)
 def test_white_space_without_end_is_read_once(name: str) -> None:
     """It is held back, because a call may follow; a token can be a hundred blanks."""
-    pieces = [" " * 100] * 20_000 + ["x"]
+    pieces = [" " * 100, ""] * 20_000 + ["x"]  # some tokens have no text
     begin = time.process_time()
     parsed = run(TOOL_CALL_PARSERS[name]({"f": tool({"x": {}}, {})}, lambda: "id"), pieces)
     assert time.process_time() - begin < 1

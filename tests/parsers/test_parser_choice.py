@@ -8,6 +8,7 @@ from minisgl.cli import parse_args
 from minisgl.config import ConfigError, EngineConfig, ServerConfig
 from minisgl.models.hub import demo_folder
 from minisgl.parsers.parser_choice import TOOL_CALL_PARSERS, Parsers, long_id, short_id
+from minisgl.parsers.streaming import CallStart
 from minisgl.tokenizer.tokenizer_config import model_parsers
 
 # What is telling about the templates of each family.
@@ -89,6 +90,12 @@ def test_markers_and_parsers_of_a_request() -> None:
 
 
 def test_ids_of_calls() -> None:
+    for form, length in (("hermes", 29), ("mistral", 9)):
+        parser = Parsers(form).parser({"f": {}}, reasoning=False, prompt_end="")
+        assert parser is not None
+        start, *_ = parser.feed(f'{TOOL_CALL_PARSERS[form].markers[0]}{{"name": "f"}}')
+        assert isinstance(start, CallStart)
+        assert len(start.id) == length
     ids = {long_id() for _ in range(100)}
     assert len(ids) == 100
     assert all(id.startswith("call_") for id in ids)

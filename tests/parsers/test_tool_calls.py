@@ -63,13 +63,16 @@ GOOD: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         [CITY, ("f", '{"a": [1, {"b": "}"}]}')],
     ),
     ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
+    ("hermes", '<tool_call>{"name":"f","arguments":{"a":1}}</tool_call>', "", [("f", '{"a":1}')]),
     ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [("f", "{}")]),
     ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\n\\"a\\": 1}"}</tool_call>', "", [("f", '{\n"a": 1}')]),
     ("hermes", '<tool_call>{"id": 7, "name": "f", "arguments": {}, "x": [1]}</tool_call>ok', "ok", [("f", "{}")]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"s": "</tool_call>"}}', "", [("f", '{"s": "</tool_call>"}')]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>', "", [("f", '{"a": 1}')]),  # no last brace
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1,}}</tool_call>', "", [("f", '{"a": 1,}')]),  # unchanged
     ("hermes", '<tool_call>{"name": "f", "arguments": {"s": "ab', "", [("f", '{"s": "ab')]),  # cut by a limit
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"s": "\\"}"}}', "", [("f", '{"s": "\\"}"}')]),
     ("hermes", '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>', "", [("unknown", "{}")]),
     ("hermes", '<tool_call><tool_call>{"name": "f"}</tool_call>', "<tool_call>", [("f", "{}")]),
     (
@@ -79,17 +82,23 @@ GOOD: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         [("f", "{}")],
     ),
     (
+        "hermes",  # nor does one that has no end
+        '<tool_call>{"arguments": {"a": "1}</tool_call>\n<tool_call>{"name": "f"}</tool_call>',
+        '<tool_call>{"arguments": {"a": "1}</tool_call>',
+        [("f", "{}")],
+    ),
+    (
         "qwen3_coder",
         "Sure.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nNew\nYork \"<b>\"\n</parameter>\n"
         "<parameter=days>\n3\n</parameter>\n<parameter=warm>\nTrue\n</parameter>\n<parameter=limit>\n1.50\n</parameter>\n"
-        "<parameter=tags>\n[\"a\", 'b']\n</parameter>\n<parameter=more>\n{\"k\": null}\n</parameter>\n"
+        "<parameter=tags>\n[\"a\", 'b']\n</parameter>\n<parameter=more>\n{\"é\": null}\n</parameter>\n"
         "<parameter=unit>\nnull\n</parameter>\n</function>\n</tool_call>\n",
         "Sure.",
         [
             (
                 "get_weather",
                 '{"city": "New\\nYork \\"<b>\\"", "days": 3, "warm": true, "limit": 1.5, '
-                '"tags": ["a", "b"], "more": {"k": null}, "unit": null}',
+                '"tags": ["a", "b"], "more": {"é": null}, "unit": null}',
             )
         ],
     ),
@@ -105,6 +114,7 @@ GOOD: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ),
     ("qwen3_coder", "<tool_call><function=f><parameter=s>\nab\n</par", "", [("f", '{"s": "ab\\n</par')]),
     ("qwen3_coder", "<tool_call><function=f><parameter=a>\n12", "", [("f", '{"a": 12')]),
+    ("qwen3_coder", "<tool_call><function=f><parameter=>x", "<parameter=>x", [("f", "{}")]),
     ("qwen3_coder", "<tool_call><function=f>oh</function>", "oh</function>", [("f", "{}")]),
     ("llama3_json", '{"name": "get_weather", "parameters": {"city": "Paris"}}', "", [CITY]),
     ("llama3_json", '\n<|python_tag|>{"name": "f", "parameters": {"a": 1}}', "", [("f", '{"a": 1}')]),
@@ -133,6 +143,7 @@ GOOD: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         ("f", '{"a": 1}'), CITY,
     ]),
     ("mistral", '[TOOL_CALLS]f[CALL_ID]abc123DEF[ARGS]{"a": {"b": "{"}}', "", [("f", '{"a": {"b": "{"}}')]),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"s": "\\"}"}', "", [("f", '{"s": "\\"}"}')]),
     ("mistral", '[TOOL_CALLS]f {"a": 1} done', " done", [("f", '{"a": 1}')]),
     ("mistral", '[TOOL_CALLS]{"name": "f", "arguments": {"a": 1}}', "", [("f", '{"a": 1}')]),
     ("mistral", '[TOOL_CALLS][{"name": "f"}, 7]', ", 7]", [("f", "{}")]),
@@ -157,6 +168,7 @@ PLAIN: list[tuple[str, str]] = [
     ("qwen3_coder", "<tool_call>\n{}</tool_call>"),
     ("qwen3_coder", "<function=>x <function=a\nb> <function=f"),
     ("qwen3_coder", "<tool_call>\n<func"),
+    ("qwen3_coder", "<tool_call> a > b"),
     ("llama3_json", '{"name": "Ann", "parameters": {}}'),  # JSON, but no tool of ours
     ("llama3_json", '{"answer": 1}'),
     ("llama3_json", 'Call {"name": "f", "parameters": {}}'),
@@ -235,18 +247,49 @@ def test_any_cut_gives_the_same(form: str, data: st.DataObject) -> None:
     st.booleans(),
 )
 def test_arguments_survive(calls: list[tuple[str, dict[str, Any]]], cuts: list[int], ascii_only: bool) -> None:
-    """Whatever the values, they come back as they were, in each of the forms that write JSON."""
+    """Whatever the values, they come back as they were, in each of the forms that write JSON or Python."""
     texts = [json.dumps(arguments, ensure_ascii=ascii_only) for _, arguments in calls]
-    objects = [f'{{"name": "{name}", "arguments": {text}}}' for (name, _), text in zip(calls, texts, strict=True)]
+    expected = [(name, text) for (name, _), text in zip(calls, texts, strict=True)]
+    objects = [f'{{"name": "{name}", "arguments": {text}}}' for name, text in expected]
     written = {
         "hermes": "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in objects),
         "llama3_json": "; ".join(objects),
         "mistral": f"[TOOL_CALLS] [{', '.join(objects)}]",
+        "mistral_named": "".join(f"[TOOL_CALLS]{name}[ARGS]{text}" for name, text in expected),
     }
     for form, text in written.items():
-        parsed = run(parser(form), cut(text, cuts))
+        parsed = run(parser(form.removesuffix("_named")), cut(text, cuts))
         assert parsed.content == ""
-        assert parsed.calls == [(name, text) for (name, _), text in zip(calls, texts, strict=True)]
+        assert parsed.calls == expected
+    python = f"[{', '.join(f'{name}(x={arguments!r})' for name, arguments in calls)}]"
+    parsed = run(parser("pythonic"), cut(python, cuts))
+    assert parsed.content == ""
+    assert parsed.calls == [(name, json.dumps({"x": one}, ensure_ascii=False)) for name, one in calls]
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        (None, '{"a": 1}', '{"a": 1}'),
+        ({"description": "anything"}, '{"a": 1}', '{"a": 1}'),
+        ({"type": "array"}, "['é', 1]", ["é", 1]),
+        ({"type": ["integer", "boolean"]}, "é", "é"),  # no value of these types
+        ({"enum": [1, 2.5, "a", None]}, "2.5", 2.5),
+        ({"const": True}, "True", True),
+        ({"type": "integer", "anyOf": [{"minimum": 1}, {"maximum": -1}]}, "5", 5),
+        ({"type": "object", "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, "{'a': 1}", {"a": 1}),
+        ({"anyOf": [{"$ref": "#/$defs/A"}, {"type": "null"}]}, "5", 5),
+        ({"allOf": [{"$ref": "#/$defs/A"}], "default": 1}, "5", 5),
+        ({"allOf": [{"type": "object"}, {"minProperties": 1}]}, '{"a": 1}', {"a": 1}),
+        ({"$ref": "https://example.com/object"}, '{"a": 1}', {"a": 1}),
+    ],
+)
+def test_a_value_in_plain_text_is_what_its_schema_says(schema: Any, text: str, value: Any) -> None:
+    properties = {} if schema is None else {"x": schema}
+    tool = {"type": "object", "properties": properties, "$defs": {"A": {"type": "integer"}}}
+    call = f"<tool_call><function=f><parameter=x>{text}</parameter></function></tool_call>"
+    (_, arguments), *_ = run(TOOL_CALL_PARSERS["qwen3_coder"]({"f": tool}, lambda: "id"), [call]).calls
+    assert arguments == json.dumps({"x": value}, ensure_ascii=False)
 
 
 @pytest.mark.parametrize("form", FRAGMENTS)
