@@ -45,7 +45,7 @@ def encode_pair(pair: PairPrompt, tokenizer: TextTokenizer, limits: Limits, keep
     while len(ids) > keep:
         beginning = tokenizer.decode(kept, skip_special_tokens=False).rstrip(REPLACEMENT)
         ids = _encode(_with_document(pair, beginning), tokenizer)
-        kept = kept[: -max(len(ids) - keep, 1)]
+        kept = kept[: keep - len(ids)]
     return ids
 
 
