@@ -61,7 +61,6 @@ class Turns(Generic[T]):
         if not self._waiting:
             self._order.clear()
             self._known.clear()
-            self._least = 0.0
         elif len(self._order) > len(self._waiting) + MAX_IDLE:
             self._forget_idle()
 
