@@ -32,7 +32,7 @@ TALK = [
         "role": "assistant",
         "content": None,
         "reasoning": "hm",
-        "tool_calls": [{"name": "f", "arguments": {"x": [1, None]}}],
+        "tool_calls": [{"function": {"name": "f", "arguments": {"x": [1, None]}}}],
     },
     {"role": "tool", "content": "42"},
 ]

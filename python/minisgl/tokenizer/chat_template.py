@@ -63,7 +63,8 @@ class ChatTemplates:
     ) -> str:
         """Return the conversation as one text with special tokens written out; InvalidRequest if the template fails.
 
-        With `continue_final_message` the text ends with the last message's content.
+        The messages are in the form of `template_messages`. With `continue_final_message` the text ends with the
+        content of the last one.
         """
         if not messages:
             raise InvalidRequest("messages", "messages must have at least one message")
@@ -137,7 +138,7 @@ def _normalize(message: ConversationMessage, knows_developer: bool) -> Conversat
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     if message.get("role") == "developer" and not knows_developer:
         message["role"] = "system"
-    if isinstance(calls := message.get("tool_calls"), list):
+    if calls := message.get("tool_calls"):
         message["tool_calls"] = [_with_arguments(call) for call in calls]
     return message
 
@@ -147,7 +148,7 @@ def _check_arguments(messages: Iterable[ConversationMessage]) -> None:
 
     They are JSON within a text, which the limits on a body's values do not see: 8 MB of empty lists take 0.2 GB.
     """
-    calls = chain.from_iterable(calls for message in messages if isinstance(calls := message.get("tool_calls"), list))
+    calls = chain.from_iterable(message.get("tool_calls") or () for message in messages)
     texts = [text for call in calls if (text := _arguments_text(call)) is not None]
     if sum(map(_most_values, texts)) <= _MAX_ARGUMENT_VALUES:
         return
@@ -162,22 +163,22 @@ def _most_values(text: str) -> int:
     return text.count(",") + text.count("[") + text.count("{")
 
 
-def _arguments_text(call: Any) -> str | None:
+def _arguments_text(call: dict[str, Any]) -> str | None:
     """Return the arguments of a call if they are text, which may be JSON."""
-    function = call.get("function") if isinstance(call, dict) else None
-    text = function.get("arguments") if isinstance(function, dict) else None
-    return text if isinstance(text, str) else None
+    arguments = call["function"]["arguments"]
+    return arguments if isinstance(arguments, str) else None
 
 
-def _with_arguments(call: Any) -> Any:
+def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
     if (text := _arguments_text(call)) is None:
         return call
-    function = call["function"]
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return call
-    return {**call, "function": {**function, "arguments": _Arguments(text, value)}} if isinstance(value, dict) else call
+    if not isinstance(value, dict):
+        return call
+    return {**call, "function": {**call["function"], "arguments": _Arguments(text, value)}}
 
 
 class _Arguments(dict[str, Any]):

@@ -42,16 +42,15 @@ def _in_turns(messages: list[ConversationMessage]) -> Iterator[ConversationMessa
         if message.get("role") != "assistant":
             yield message
             continue
-        if not isinstance(calls, list) or not calls:
+        if not calls:
             yield {"content": "", **{key: value for key, value in message.items() if key != "tool_calls"}}
             continue
         rest = _joined(message)
-        results = _results_after(messages, index) if len(calls) > 1 else {}
+        results = _results_after(messages, index)
         for call in calls:
             yield {**rest, "tool_calls": [call]}
             rest = {"role": "assistant"}
-            number = call.get("id") if isinstance(call, dict) else None
-            result = results.get(number) if isinstance(number, str) else None
+            result = results.get(call.get("id"))
             if result is not None and result not in moved:
                 moved.add(result)
                 yield messages[result]
@@ -59,7 +58,7 @@ def _in_turns(messages: list[ConversationMessage]) -> Iterator[ConversationMessa
 
 def _joined(message: ConversationMessage) -> ConversationMessage:
     reasoning, content = message.get("thinking"), message.get("content")
-    if not (reasoning and content and isinstance(reasoning, str) and isinstance(content, str)):
+    if not (reasoning and content):
         return message
     return {**message, "thinking": f"{reasoning}\n\n{content}", "content": ""}
 
@@ -71,6 +70,6 @@ def _results_after(messages: Sequence[ConversationMessage], index: int) -> dict[
         if messages[place].get("role") != "tool":
             break
         number = messages[place].get("tool_call_id")
-        if isinstance(number, str):
+        if number is not None:
             found.setdefault(number, place)
     return found
