@@ -117,6 +117,7 @@ def test_a_stop_id_ends_even_a_grammar_that_allows_it(drawer: Drawer) -> None:
     [
         Grammar("choice", json.dumps([f"{EOS}x"])),
         Grammar("regex", rf"a{EOS}x".replace("|", r"\|")),
+        Grammar("regex", r"a\u{3c}\|end\|\U0000003ex"),
         Grammar("json_schema", json.dumps({"const": f"a{EOS}"})),
         Grammar("json_schema", json.dumps({"type": "object", "properties": {EOS: {"const": 1}}, "required": [EOS]})),
         Grammar("ebnf", f'root ::= "a" "{EOS}" "x"'),

@@ -40,8 +40,8 @@ SCHEMA_OPTIONS: JsonCompileOptions = {
     "lenient": False,
 }
 
-# Escapes of JSON, then of expressions.
-_ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})|\\x([0-9a-fA-F]{2})|\\x\{([0-9a-fA-F]{1,5})\}")
+# Escapes of JSON and of Rust's expressions.
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|U000([0-9a-fA-F]{5})|[uxU]\{0*([0-9a-fA-F]{1,5})\})")
 _NOTATION = re.compile(r"[\\\"'/()\[\]{}|?*+\s]")
 
 
@@ -90,7 +90,7 @@ def names_special_token(grammar: Grammar, special_tokens: Iterable[str]) -> bool
 
 def _letters(text: str) -> str:
     """Return a grammar's text with escapes resolved and without the notation's own characters."""
-    return _NOTATION.sub("", _ESCAPE.sub(lambda found: chr(int(found[1] or found[2] or found[3], 16)), text))
+    return _NOTATION.sub("", _ESCAPE.sub(lambda found: chr(int(found[found.lastindex or 0], 16)), text))
 
 
 def lark_rule(name: str, grammar: Grammar) -> str:
