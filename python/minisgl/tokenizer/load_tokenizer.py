@@ -77,8 +77,8 @@ def load_decoder(folder: Path) -> TextDecoder:
         except msgspec.DecodeError:
             return make_decoder(load_tokenizer(folder))  # raises ConfigError if the file is broken
         vocabulary = content.model.vocab
-        tokens = [*vocabulary, *(t.content for t in content.added_tokens)] if isinstance(vocabulary, dict) else []
-        if isinstance(vocabulary, dict) and is_byte_level(content.decoder, tokens):
+        added = [token.content for token in content.added_tokens]
+        if isinstance(vocabulary, dict) and is_byte_level(content.decoder, [*vocabulary, *added]):
             own = [msgspec.structs.replace(t, id=vocabulary.get(t.content, t.id)) for t in content.added_tokens]
             changed = changed_tokens(load_tokenizer_config(folder), own, _Known(vocabulary, own))
             return ByteLevelDecoder(vocabulary, {t.id: (t.content, t.special) for t in (*own, *changed)})
