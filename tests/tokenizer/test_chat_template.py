@@ -87,7 +87,16 @@ def transformers_tokenizer() -> Any:
 
 
 @pytest.mark.parametrize(
-    "source", [CHATML, LLAMA, TOOLFUL, "{{ messages | tojson }}", "", "  {% if true %}  \n x\n{% endif %}\n"]
+    "source",
+    [
+        CHATML,
+        LLAMA,
+        TOOLFUL,
+        "{{ messages | tojson }}",
+        "{{ custom | tojson(true, 1, (',', ':'), true) }}{{ custom | tojson(sort_keys=true) }}",
+        "",
+        "  {% if true %}  \n x\n{% endif %}\n",
+    ],
 )
 @pytest.mark.parametrize("tools", [None, TOOLS])
 @pytest.mark.parametrize("messages", [[USER], TALK])
@@ -95,7 +104,7 @@ def test_rendering_equals_transformers(
     transformers_tokenizer: Any, source: str, tools: Any, messages: list[dict[str, Any]]
 ) -> None:
     ours = tokenizer_with(source)
-    kwargs = {"custom": {"deep": [1.5, "é"]}}
+    kwargs = {"custom": {"deep": [1.5, "é"], "a": 1}}
     for prompt in (True, False):
         expected = transformers_tokenizer.apply_chat_template(
             messages, tools=tools, chat_template=source, add_generation_prompt=prompt, tokenize=False, **kwargs
@@ -116,9 +125,18 @@ def test_no_double_bos() -> None:
 
 
 @pytest.mark.parametrize("name", ["default", "tool_use"])
-@pytest.mark.parametrize("source", ["{% for m in messages %}", "\n{{ messages | no_such_filter }}", "{% trans %}"])
-def test_templates_that_cannot_be_compiled_end_the_start(name: str, source: str) -> None:
-    with pytest.raises(ConfigError, match=rf"template {name} of the model tiny cannot be compiled.* line \d: "):
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("{% for m in messages %}", r"TemplateSyntaxError in line \d: "),
+        ("\n{{ messages | no_such_filter }}", r"TemplateAssertionError in line \d: "),
+        ("{% trans %}", r"TemplateSyntaxError in line \d: "),
+        ("{{ " + "(" * 10_000, "RecursionError: "),
+    ],
+    ids=["loop", "filter", "tag", "nesting"],
+)
+def test_templates_that_cannot_be_compiled_end_the_start(name: str, source: str, error: str) -> None:
+    with pytest.raises(ConfigError, match=f"template {name} of the model tiny cannot be compiled: {error}"):
         tokenizer_with(**{"default": "", name: source})
     tokenizer_with("", other=source)  # is not used
 
@@ -363,6 +381,10 @@ DOUBLED = "{% set n = namespace(s=START) %}{% for i in range(60) %}{% set n.s = 
         "{{ range(99999)|join('b' * 1000000) }}",
         DOUBLED.replace("START", "'ab'").replace("OPERATOR", "~"),
         DOUBLED.replace("START", "'ab'").replace("OPERATOR", "+"),
+        *(
+            DOUBLED.replace("START", "'ab'").replace("n.s OPERATOR n.s", within)
+            for within in ("[n.s ~ n.s][0]", "(n.s ~ n.s, 1)[0]", "{'a': n.s ~ n.s}.a", "(n.s ~ n.s) ~ ''")
+        ),
         DOUBLED.replace("START", "[]").replace("n.s OPERATOR n.s", "[n.s, n.s]") + "{{ n.s }}",
         DOUBLED.replace("START", "[]").replace("n.s OPERATOR n.s", "[n.s] + [n.s]") + "{{ n.s == n.s[:] }}",
         DOUBLED.replace("START", "()").replace("n.s OPERATOR n.s", "(n.s, n.s)") + "{{ n.s in {} }}",

@@ -274,7 +274,14 @@ def test_any_ids_of_any_sequence_of_decoders(steps: Steps, data: st.DataObject, 
     assert "".join(pieces(decoder, ids, skip)) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
-@pytest.mark.parametrize("decoder", [*PER_TOKEN.values(), decoders.Sequence([decoders.Fuse(), decoders.CTC()])])
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        *PER_TOKEN.values(),
+        decoders.Sequence([decoders.Fuse(), decoders.CTC()]),
+        decoders.Sequence([decoders.Fuse(), decoders.Replace(Regex("a{20}"), "c")]),
+    ],
+)
 def test_long_texts_of_decoders_without_a_fast_way(decoder: object) -> None:
     """Longer than the window, runs of one token among them."""
     tokenizer = marked(decoder)

@@ -359,7 +359,8 @@ class Machine(RuleBasedStateMachine):
     def open(self, stop: tuple[str, ...], skip: bool) -> int:
         self.next += 1
         self.options[self.next] = TextOptions(stop, skip)
-        self.apply(step(opened={self.next: self.options[self.next]}))
+        opened = Open(self.next, self.options[self.next], cached_of(self.next), admitted=float(self.next))
+        self.apply(StepOutput([opened], [], b"", []))
         return self.next
 
     @rule(
@@ -397,7 +398,7 @@ class Machine(RuleBasedStateMachine):
         to_text = got if end.stop_token is None or (by_string and len(got) < len(sent)) else sent[:-1]
         full = TOKENIZER.decode(to_text, skip_special_tokens=options.skip_special_tokens)
         assert (text, last.stop_reason if by_string else None) == oracle(full, options.stop)
-        assert last.cached_tokens == cached_of(seq_id)
+        assert (last.cached_tokens, last.admitted) == (cached_of(seq_id), float(seq_id))
         if not by_string:
             assert got == sent
             assert (last.finish, last.stop_reason) == (end.reason, end.stop_token)

@@ -74,6 +74,12 @@ def test_one_call_is_left_as_it_is() -> None:
     assert "<|start|>functions.f to=assistant<|channel|>commentary<|message|>of other" in text
 
 
+def test_a_call_without_result_takes_none_of_a_later_turn() -> None:
+    call = {"role": "assistant", "tool_calls": called("f")}
+    messages = [call, {"role": "user", "content": "Again"}, call, result("f")]
+    assert harmony_messages(messages) == messages
+
+
 def test_an_answer_of_a_thought_alone() -> None:
     text = rendered([{"role": "assistant", "reasoning": "Hm.", "tool_calls": []}, {"role": "user", "content": "Hi"}])
     assert "<|start|>assistant<|message|><|end|><|start|>user<|message|>Hi<|end|>" in text

@@ -42,6 +42,8 @@ def test_pairs_follow_the_models_format(load: Callable[..., TextTokenizer]) -> N
     assert text(load(), pair) == "who?é {x}"
     with pytest.raises(InvalidRequest, match="no place for one"):
         text(load(), told)
+    one_role = load("{% if messages[0]['role'] == 'document' %}{% endif %}")
+    assert text(one_role, pair) == "who?é {x}", "a template of conversations, not of pairs"
     own = text(load(causal_reranker=True), pair)
     assert "<Instruct>: Given a web search query, " in own
     assert own.endswith("<Document>: é {x}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n")

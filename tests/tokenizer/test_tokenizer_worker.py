@@ -134,6 +134,12 @@ def test_choices_share_the_prompt(tokenizer: TextTokenizer) -> None:
         assert add.text == TextOptions(stop=("x",))
 
 
+def test_a_request_may_take_fewer_tokens_than_it_asks_for(tokenizer: TextTokenizer) -> None:
+    asked = msgspec.structs.replace(request(TextPrompt("ab"), max_tokens=1000), fewer_tokens=True)
+    _, (add,) = admit(asked, tokenizer, LIMITS, GRAMMARS)
+    assert add.sampling.max_tokens == LIMITS.max_seq_len - len(tokenizer.encode("ab"))
+
+
 def test_bad_words_become_ids_with_and_without_a_space(tokenizer: TextTokenizer) -> None:
     _, (add,) = admit(request(TextPrompt("ab"), bad_words=("ab", " ab"), max_tokens=3), tokenizer, LIMITS, GRAMMARS)
     spellings = [tokenizer.encode(text, add_special_tokens=False) for text in ("ab", " ab")]
@@ -244,6 +250,7 @@ def test_a_client_whose_grammars_fill_the_queue_is_refused(tokenizer: TextTokeni
             break
     assert isinstance(refused, Refused)
     assert (refused.status, number) == (503, 34), "8 Mi characters wait, and one is under way"
+    assert "too many grammars wait" in refused.message
     other = request(TextPrompt("a"), grammar=Grammar("regex", "a+"), max_tokens=3)
     assert isinstance(admit(msgspec.structs.replace(other, client="another"), tokenizer, LIMITS, grammars)[0], Accepted)
 
