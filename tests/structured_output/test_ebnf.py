@@ -63,6 +63,7 @@ def accepts(grammar: Grammar, text: str) -> bool:
         ('root ::= a-b c_d E1\na-b ::= "1"\nc_d ::= "2"\nE1 ::= "3"', ["123"], ["12"]),
         (r'root ::= "\"\\/\n\t\r"', ['"\\/\n\t\r'], ["x"]),
         ('root ::= root "a" | "b"', ["b", "baaa"], ["a", "ab"]),
+        ('root ::= ("a")' + ' ("b")' * 200, ["a" + "b" * 200], ["a"]),
     ],
 )
 def test_a_translated_grammar_accepts_the_same_language(text: str, yes: list[str], no: list[str]) -> None:

@@ -407,6 +407,8 @@ def test_refused_with_its_reason(validator: GrammarValidator, schema: Any, reaso
         "[" * 100_000,
         '{"items": ' * 70 + "{}" + "}" * 70,
         '{"type": "integer", "minimum": 1' + "0" * 5000 + "}",
+        f'{{"type": "integer", "minimum": {-(2**63) - 1}}}',
+        f'{{"type": "integer", "maximum": {2**64}}}',
         '{"type": "number", "exclusiveMinimum": 1' + "0" * 400 + "}",
         '{"type": "number", "exclusiveMinimum": 1e400}',
         '{"const": -1e400}',
