@@ -63,6 +63,13 @@ def test_a_grammar_ends_no_process_but_its_own() -> None:
     assert children(pid) == []
 
 
+def test_a_process_that_does_not_read_holds_up_nobody() -> None:
+    """More than a pipe takes is written when there is room again."""
+    long = Trial(1, Grammar("choice", f'["{"x" * 200_000}"]'), 10.0)
+    (outcome,) = outcome_of(TrialProcess({}), long)  # which stops it while the trial is sent
+    assert outcome.check == GrammarCheck()
+
+
 @pytest.mark.parametrize(
     ("end", "message"),
     [(signal.SIGSEGV, "the compiler fails"), (signal.SIGALRM, "it takes longer than 30 s to compile")],

@@ -77,7 +77,6 @@ class TrialProcess:
 
         TrialsEnded if the process has ended.
         """
-        self._flush()
         poll = select.poll()
         poll.register(self._out, select.POLLIN)
         if self._unsent:
