@@ -286,6 +286,7 @@ def test_last_message_that_the_template_drops_cannot_be_continued() -> None:
         ("{% for key, value in arguments | items %}{{ key }}={{ value }} {% endfor %}", "b=1 a=é "),  # Qwen3-Coder
         ("{% for key in arguments %}{{ key }}={{ arguments[key] }} {% endfor %}", "b=1 a=é "),
         ("{{ 'x' + arguments + 'y' }}", 'x{"b":1, "a":"é"}y'),  # DeepSeek: the text as it was written
+        ("{{ arguments + 'y' }}", '{"b":1, "a":"é"}y'),
         ("{{ arguments }}", '{"b":1, "a":"é"}'),
         ("{{ arguments is mapping }}", "True"),
     ],

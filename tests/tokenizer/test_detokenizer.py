@@ -312,10 +312,12 @@ def test_stop_string_in_what_was_held_back() -> None:
 
 
 def test_stop_string_that_the_end_completes() -> None:
-    detokenizer = opened("ab\ufffd")
+    detokenizer = Detokenizer(DECODER)
+    detokenizer.apply(StepOutput([Open(1, TextOptions(stop=("ab\ufffd",)), admitted=2.5)], [], b"", []))
     shown = "".join(detokenizer.apply(step((1, token)))[0][0].text for token in [*ids_of("xab"), ids_of("世")[0]])
     (last,), _ = detokenizer.apply(step(ended=[End(1, "length")]))
     assert (shown + last.text, last.finish, last.stop_reason) == ("x", "stop", "ab\ufffd")
+    assert last.admitted == 2.5
 
 
 class Machine(RuleBasedStateMachine):
