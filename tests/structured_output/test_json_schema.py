@@ -384,6 +384,7 @@ def test_bounds_of_whole_types(schema: Any) -> None:
         ({"$ref": "#/$defs/missing"}, "missing"),
         ({"type": "nonsense"}, "nonsense"),
         ({"type": "integer", "minimum": 3, "maximum": 2}, "minimum"),
+        ({"type": "integer", "minimum": True}, "minimum"),
         (False, "object"),
         ([], "object"),
         ({"x-guidance": {"lenient": True}, "uniqueItems": True}, "uniqueItems"),

@@ -154,6 +154,9 @@ def test_a_valid_grammar_outlives_a_killed_trial_process() -> None:
             validator.poll(0.1)
     with pytest.raises(CheckFailed):
         check.result()
+    again = validator.check(ENDLESS)
+    assert not again.is_done, "it is tried again for the next request"
+    again.abandon()
     validator.validate(Grammar("regex", "[ef]"))
 
 
