@@ -149,9 +149,12 @@ def test_the_limit_holds_for_what_is_written_and_not_for_what_is_sent(form: str)
 
 @pytest.mark.parametrize("form", BY_PARAMETER)
 def test_a_parameter_takes_along_what_it_leads_to(form: str) -> None:
+    ends: Schema = {f"end{number}": {"type": "null"} for number in range(8)}
+    item = {"next": ref("list"), "text": {"const": '"$ref":"#/$defs/no"'}, **{name: ref(name) for name in ends}}
     definitions = {
         "list": {"type": "array", "items": ref("it~0e~1m%20")},
-        "it~e/m ": {"type": "object", "properties": {"next": ref("list"), "text": {"const": '"$ref":"#/$defs/no"'}}},
+        "it~e/m ": {"type": "object", "properties": item},
+        **ends,
         "no": {"type": "object", "title": "not needed"},
     }
     text = calls_grammar(
@@ -159,7 +162,7 @@ def test_a_parameter_takes_along_what_it_leads_to(form: str) -> None:
     ).text
     (x,) = (line for line in text.splitlines() if "value_0_0" in line and line.startswith("%grammar"))
     (y,) = (line for line in text.splitlines() if "value_0_1" in line and line.startswith("%grammar"))
-    assert set(json.loads(json.loads(x.split(" ", 2)[2])[1])["$defs"]) == {"list", "it~e/m "}
+    assert set(json.loads(json.loads(x.split(" ", 2)[2])[1])["$defs"]) == {"list", "it~e/m ", *ends}
     assert json.loads(json.loads(y.split(" ", 2)[2])[1]) == {"type": "integer"}
     for reference in ("#", "#/properties/y"):
         schema = tool({"x": {"type": "array", "items": {"$ref": reference}}, "y": {}}, {})

@@ -62,6 +62,7 @@ def accepts(grammar: Grammar, text: str) -> bool:
         ('root ::= nested\nnested ::= ("(" nested ")")* ', ["", "()", "(())()"], ["(", ")("]),
         ('root ::= a-b c_d E1\na-b ::= "1"\nc_d ::= "2"\nE1 ::= "3"', ["123"], ["12"]),
         (r'root ::= "\"\\/\n\t\r"', ['"\\/\n\t\r'], ["x"]),
+        ('root ::= [a-z]+ "x" (">" root)?', ["abx", "abx>xx"], ["ab", "abx>x"]),
         ('root ::= root "a" | "b"', ["b", "baaa"], ["a", "ab"]),
         ('root ::= ("a")' + ' ("b")' * 200, ["a" + "b" * 200], ["a"]),
     ],

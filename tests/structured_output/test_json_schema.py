@@ -186,6 +186,7 @@ def test_instances_that_schemas_forbid(schema: Any, text: str) -> None:
         ({"type": "object"}, '{"a": [1, 2], "b": {"c": null}}'),
         (True, "[1]"),
         ({"pattern": r'^[^"]*$'}, r'"a\\\n ä☃"'),
+        ({"enum": ["C:\\a"]}, r'"C:\\a"'),
         ({"pattern": r"^\[\^[^]-]$"}, '"[^a"'),
         ({"pattern": "^[[a]]$"}, '"[]"'),
         ({"pattern": r"^[^[\]]$"}, '"a"'),
@@ -222,6 +223,7 @@ def test_names_of_hosts_have_at_most_253_characters() -> None:
         for schema in ({"type": "string", "format": "hostname"}, {"format": "hostname", "maxLength": 1000}):
             assert is_allowed(schema, json.dumps(name)) == allowed, name
     assert not is_allowed({"format": "hostname", "maxLength": 4}, '"a-b.c"')
+    assert is_allowed({"type": "string"}, json.dumps("a" * 300)), "other texts may be longer"
 
 
 @pytest.mark.parametrize("length", ["4", None, True, -1, 2.5])

@@ -179,7 +179,7 @@ def test_a_vocabulary_larger_than_the_models_logits(drawer: Drawer) -> None:
 def test_ids_that_the_model_lacks_are_no_other_continuation(drawer: Drawer, vocab_size: int) -> None:
     """A stop id that is the only token which the model can choose stays allowed, and so does an end with ignore_eos."""
     letter, other = ids_of(drawer, "a", "b")
-    beyond = drawer.tokenizer.get_vocab_size() - 1
+    beyond = vocab_size  # the first that the model lacks
     row = np.zeros(-(-(beyond + 1) // 32), dtype=np.int32)
     bits = row.view(np.uint32)
     for stops, ignore_eos, eos in (((letter,), False, other), ((), True, letter)):
