@@ -7,7 +7,7 @@ import math
 import pytest
 
 from minisgl.limits import Limits
-from minisgl.sampling_params import InvalidRequest, SamplingParams, resolve_max_tokens
+from minisgl.sampling_params import Grammar, InvalidRequest, SamplingParams, resolve_max_tokens
 
 LIMITS = Limits(max_seq_len=100, vocab_size=50)
 NAN, INF = math.nan, math.inf
@@ -41,6 +41,7 @@ NAN, INF = math.nan, math.inf
         ("bad_words_ids", ((1, 50),), "outside the vocabulary"),
         *[(name, value, "between 0 and 20") for name in ("logprobs", "prompt_logprobs") for value in (-1, 21)],
         ("max_tokens", 0, "at least 1"),
+        ("grammar", Grammar("template", "start: "), "made by the server only"),
     ],
     ids=str,
 )
