@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
 from minisgl.limits import Limits
-from minisgl.sampling_params import Grammar, InvalidRequest, SamplingParams, resolve_max_tokens
+from minisgl.sampling_params import Grammar, InvalidRequest, SamplingFlags, SamplingParams, resolve_max_tokens
 
 LIMITS = Limits(max_seq_len=100, vocab_size=50)
 NAN, INF = math.nan, math.inf
+SAMPLED, FILTERED, PROCESSED = SamplingFlags.SAMPLED, SamplingFlags.FILTERED, SamplingFlags.PROCESSED
 
 
 @pytest.mark.parametrize(
@@ -39,6 +41,7 @@ NAN, INF = math.nan, math.inf
         ("bad_words_ids", ((),), "1 to 16 tokens"),
         ("bad_words_ids", ((1,) * 17,), "1 to 16 tokens"),
         ("bad_words_ids", ((1, 50),), "outside the vocabulary"),
+        ("bad_words_ids", ((-1, 3),), "outside the vocabulary"),
         *[(name, value, "between 0 and 20") for name in ("logprobs", "prompt_logprobs") for value in (-1, 21)],
         ("max_tokens", 0, "at least 1"),
         ("grammar", Grammar("template", "start: "), "made by the server only"),
@@ -67,7 +70,37 @@ def test_the_limits_themselves_are_allowed() -> None:
         logprobs=20,
         prompt_logprobs=0,
     ).validate(LIMITS)
-    assert not SamplingParams().processed
+
+
+@pytest.mark.parametrize(
+    ("asked", "flags"),
+    [
+        ({}, 0),
+        ({"temperature": 1e-6, "top_p": 0.5}, 0),
+        ({"temperature": 1.0, "top_k": 1}, 0),
+        *[({"temperature": 1.0, "top_k": top_k}, SAMPLED) for top_k in (-1, 0)],
+        *[
+            ({"temperature": 1.0, **filters}, SAMPLED | FILTERED)
+            for filters in ({"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1})
+        ],
+        *[
+            (change, PROCESSED)
+            for change in (
+                {"presence_penalty": -0.5},
+                {"frequency_penalty": 0.5},
+                {"repetition_penalty": 0.9},
+                {"min_tokens": 1},
+                {"logit_bias": ((1, 1.0),)},
+                {"allowed_token_ids": (1,)},
+                {"bad_words_ids": ((1,),)},
+            )
+        ],
+    ],
+    ids=str,
+)
+def test_what_is_asked_of_the_sampler(asked: dict[str, Any], flags: int) -> None:
+    """A flag that is missing would leave out the work in silence."""
+    assert SamplingParams(**asked).flags == flags
 
 
 def test_no_answer_is_for_scored_prompts_alone_and_needs_no_room() -> None:
