@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from minisgl.models.config.model_config import UnsupportedModel, WeightError
 from minisgl.models.load_config import load_model_config, parse_config
 from minisgl.models.weights import checkpoint
 from minisgl.quantization.dequantize import find_quantized
+from minisgl.quantization.random_levels import format_of
 from minisgl.quantization.schemes import Mxfp4Weights, Quantization
 from models.harness import Harness
 from models.quantized import FORMATS, GROUP, compressed, save_quantized
@@ -142,6 +144,8 @@ def test_levels_are_the_values(name: str) -> None:
     stored = {f"up.{leaf}": InMemory(tensor, NAMES.get(tensor.dtype, "F32")) for leaf, tensor in tensors.items()}
     matrix = find_quantized(stored, quantization).matrices["up.weight"]
     form = matrix.level_format(slice(0, 256))
+    drawn = format_of(quantization.scheme_of("up"))  # of random weights in place of these
+    assert form is None or drawn == replace(form, order=None)
     if form is None:
         assert matrix.level_format(slice(128, 256)) is None
         return
@@ -268,6 +272,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         '(modelopt): quant_algo "NVFP4" is not supported',
     ),
     "block": ({"quant_method": "fp8", "weight_block_size": [128]}, "(fp8): weight_block_size [128] is not"),
+    "empty block": ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "(fp8): weight_block_size [0, 128] is not"),
     "modules": ({"quant_method": "fp8", "modules_to_not_convert": "lm_head"}, 'modules_to_not_convert "lm_head"'),
     "awq bits": ({"quant_method": "awq", "bits": 3, "group_size": 128}, "(awq): bits 3 is not supported"),
     "awq gemv": (
@@ -419,6 +424,11 @@ NAN = float("nan")
             "compressed int4 asymmetric",
             {f"{UP}.weight_zero_point": torch.ones(40, 6, dtype=torch.uint32)},
             r"weight_zero_point is stored as U32",
+        ),
+        (
+            "compressed int4 asymmetric",
+            {f"{UP}.weight_zero_point": torch.ones(39, 6, dtype=torch.int32)},
+            r"weight_zero_point has shape \[39, 6\]",
         ),
     ],
 )

@@ -7,7 +7,7 @@ import math
 import torch
 
 from minisgl.quantization.levels import MIDDLE, LevelFormat, Levels
-from minisgl.quantization.schemes import AwqWeights, GptqWeights, Mxfp4Weights, ScaledWeights, Scheme
+from minisgl.quantization.schemes import AwqWeights, GptqWeights, Mxfp4Weights, PackedWeights, ScaledWeights, Scheme
 
 _LARGEST_GROUP = 128  # columns that share a scale
 _SPREAD = {"fp8": 64.0, "int8": 73.9, "int4": 4.6, "mxfp4": 2.9}  # standard deviation of random levels
@@ -22,10 +22,17 @@ def format_of(scheme: Scheme | None) -> LevelFormat | None:
             rounds_x = dtype == "fp8" and activations == "dynamic 8 bits"
             return LevelFormat(dtype, block[1] if block else 0, rounds_x=rounds_x)
         case AwqWeights(size) | GptqWeights(4, size):
-            return LevelFormat("int4", _LARGEST_GROUP if size == -1 else min(size, _LARGEST_GROUP), zeros=True)
+            return LevelFormat("int4", _group(size), zeros=True)
+        case PackedWeights(4, size, zeros):
+            return LevelFormat("int4", _group(size), zeros=zeros)
         case Mxfp4Weights():
             return LevelFormat("mxfp4", 32)
     return None
+
+
+def _group(size: int) -> int:
+    """Return the group of the levels for a checkpoint's group of `size` columns, -1 for all."""
+    return _LARGEST_GROUP if size == -1 or size % _LARGEST_GROUP == 0 else size
 
 
 def random_levels(form: LevelFormat, shape: torch.Size, std: float, generator: torch.Generator) -> Levels:
