@@ -62,6 +62,7 @@ def test_a_published_config(tmp_path: Path) -> None:
     routing = Routing(8, renormalize=True, score="sigmoid")
     experts = MoEConfig(128, 1408, routing, shared_intermediate_size=1408, choice_bias=True, float32_router=True)
     assert [layer.mlp for layer in config.layers] == [MLPConfig(10944)] + [experts] * 45
+    assert [layer.mlp for layer in parse_config({**GLM_4_5_AIR, "first_k_dense_replace": 0}).layers] == [experts] * 46
     assert config.checkpoint.ours("model.layers.46.embed_tokens.weight") is None
     transformers.Glm4MoeConfig.from_dict(GLM_4_5_AIR).save_pretrained(tmp_path)
     assert load_model_config(tmp_path) == config

@@ -312,7 +312,11 @@ SIZES = {
     **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_experts_per_tok"), 8),
     **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), 100_000),
 }
-EXPERTS = {"Qwen3MoeForCausalLM": {"num_experts": 16}, "GptOssForCausalLM": {"num_local_experts": 16}}
+NOT_IN_ALL: dict[str, dict[str, Any]] = {
+    "Qwen3MoeForCausalLM": {"num_experts": 16},
+    "GptOssForCausalLM": {"num_local_experts": 16},
+    "SmolLM3ForCausalLM": {"sliding_window": 64},  # not used unless the file says so
+}
 
 
 @pytest.mark.parametrize("architecture", [name for name in FAMILIES if name.endswith("ForCausalLM")])
@@ -321,11 +325,21 @@ def test_defaults_are_those_of_transformers(architecture: str, tmp_path: Path) -
 
     family = architecture.removesuffix("ForCausalLM")
     kind = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
-    raw = {"architectures": [architecture], **SIZES, **EXPERTS.get(architecture, {})}
-    kind.from_dict(dict(raw)).save_pretrained(tmp_path)
-    written = json.loads((tmp_path / "config.json").read_text())
-    assert parse_config({**written, "eos_token_id": None}) == parse_config(raw)
+    raw = {"architectures": [architecture], **SIZES, **NOT_IN_ALL.get(architecture, {})}
+
+    def written(raw: dict[str, Any]) -> ModelConfig:
+        kind.from_dict(dict(raw)).save_pretrained(tmp_path)
+        return parse_config({**json.loads((tmp_path / "config.json").read_text()), "eos_token_id": None})
+
+    assert written(raw) == parse_config(raw)
     assert parse_config({**raw, "rope_parameters": None}) == parse_config(raw)
+    for size in SIZES:
+        less = {key: value for key, value in raw.items() if key != size}
+        try:
+            ours, theirs = parse_config(less), written(less)
+        except UnsupportedModel:
+            continue  # the file must have it, or the default does not fit the other sizes
+        assert ours == theirs, size
 
 
 def test_defaults_of_older_files() -> None:
@@ -456,6 +470,10 @@ def test_refused_by_name(change: dict[str, Any], message: str) -> None:
         {"use_sliding_window": True, "sliding_window": 4096},  # from layer 28 on, which there is not
         {"use_sliding_window": True, "sliding_window": 40960, "max_window_layers": 0},  # holds everything
         {"partial_rotary_factor": 1.0},
+        dict.fromkeys(("use_bias", "attention_out_bias", "use_qk_norm", "qk_layernorm", "alibi"), False),
+        dict.fromkeys(("use_bidirectional_attention", "is_encoder_decoder", "add_cross_attention"), False),
+        dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), 1.0),
+        {"is_causal": True, "moe_layer_freq": 1, "num_experts": None, "hidden_size_per_layer_input": 0},
         {"quantization_config": None},
         {"layer_types": ["full_attention"] * 28},
         {"layer_types": ["full_attention"] * 28, "use_sliding_window": True, "sliding_window": 9},

@@ -74,10 +74,17 @@ _MISTRAL_3_ROPE = {
     "llama_4_scaling_beta": 0.1,
 }
 _MISTRAL_3 = {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_parameters": _MISTRAL_3_ROPE}
-_GLM = {"partial_rotary_factor": 0.5, "attention_bias": True, "head_dim": 128, "rms_norm_eps": 1.5625e-7}
+_GLM = {
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "head_dim": 128,
+    "rms_norm_eps": 1.5625e-7,
+}
 _SEED_OSS = {"attention_bias": True, "head_dim": 128}
 _QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096}
 _QWEN_WINDOWS = {**_QWEN_WINDOW, "max_window_layers": 28}
+_QWEN_MOE = {"num_key_value_heads": 4, **_QWEN_WINDOW}
 
 VARIANTS: Mapping[str, Variant] = {
     "LlamaForCausalLM": Variant(mlp_bias="mlp_bias"),
@@ -86,7 +93,7 @@ VARIANTS: Mapping[str, Variant] = {
     "Ministral3ForCausalLM": Variant(_MISTRAL_3, qkv_bias=False, out_bias=False, windows="all", query_scaling=True),
     "Qwen2ForCausalLM": Variant(_QWEN_WINDOWS, qkv_bias=True, out_bias=False, windows="by layer"),
     "Qwen3ForCausalLM": Variant({"head_dim": 128, **_QWEN_WINDOWS}, qk_norm="head", windows="by layer"),
-    "Qwen3MoeForCausalLM": Variant(_QWEN_WINDOW, qk_norm="head", windows="all", experts=True),
+    "Qwen3MoeForCausalLM": Variant(_QWEN_MOE, qk_norm="head", windows="all", experts=True),
     "Olmo2ForCausalLM": Variant({"rms_norm_eps": 1e-5}, qk_norm="projection", norms=_POST_NORMS, float32_norms=True),
     "Olmo3ForCausalLM": Variant(
         {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096, "sliding_window_pattern": 4},
