@@ -32,7 +32,7 @@ from minisgl.models.load_config import load_model_config
 from minisgl.models.weights.loading import LoadOptions, build_model, load_model
 from models.harness import Harness
 from models.quantized import save_quantized
-from models.tiny import make_model
+from models.tiny import FAMILIES, make_model
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -65,6 +65,8 @@ DIVIDED: dict[str, dict[str, Any]] = {
     "olmo2": {"num_key_value_heads": 2},
     "phi3": {"num_key_value_heads": 2},
 }
+# Tiny models of our families that transformers' modules cannot compute here.
+NOT_PAGED = ("phi3-longrope", "gemma4-parts", "qwen3-next", "qwen3.5", "qwen3.5-moe")
 PROMPTS = [[3, 5, 7, 9, 11] * 4, [2, 4, 6], [*[3, 5, 7, 9, 11] * 4, 8, 4]]
 PARAMS = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
 SMALL_PAGES: dict[str, Any] = {"tokenizer": "demo", "page_size": 4, "max_extend_tokens": 8}
@@ -113,6 +115,21 @@ def test_a_family_of_ours_by_transformers(tmp_path: Path) -> None:
     assert_best(model, prompts, answers)
 
 
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind not in NOT_PAGED])
+def test_attention_is_what_our_families_read(kind: str, tmp_path: Path) -> None:
+    """The calls of transformers' modules have the heads, scales, windows and sinks that config.json names."""
+    model = make_model(kind)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(tmp_path)
+    ours, theirs = (load_model_config(tmp_path, implementation=by) for by in ("auto", "transformers"))
+    for have, want in zip(theirs.attentions, ours.attentions, strict=True):
+        if want.latent is None:
+            assert (have.num_heads, have.head_dim) == (want.num_heads, want.head_dim)
+            assert have.num_kv_heads == want.num_kv_heads
+        assert have.scale == pytest.approx(want.scale)
+        assert (have.window, have.has_sinks) == (want.window, want.has_sinks)
+
+
 @pytest.mark.parametrize(("kind", "name"), [("llama", "modelopt"), ("llama", "gptq v2"), ("qwen3-moe", "fp8 blocks")])
 def test_quantized_weights_are_dequantized(kind: str, name: str, tmp_path: Path) -> None:
     """transformers alone would take FP8 of an unknown method for values, and not read the other formats on a CPU."""
@@ -145,6 +162,8 @@ def test_quantized_weights_that_do_not_fit(tmp_path: Path) -> None:
     save_file({**tensors, f"{up}.bias": torch.ones(320)}, quantized / "model.safetensors")
     with pytest.raises(WeightError, match=rf"weights that the model does not use: {up}\.bias$"):
         by_transformers(quantized)
+    save_file({**tensors, f"{up}.bias": torch.zeros(320)}, quantized / "model.safetensors")  # as AutoGPTQ writes it
+    by_transformers(quantized)
     save_file({**tensors, "model.layers.0.self_attn.k_scale": torch.ones(1)}, quantized / "model.safetensors")
     with pytest.raises(UnsupportedModel, match=r"--kv-cache-dtype fp8_e4m3: scales of LlamaForCausalLM's KV cache"):
         by_transformers(quantized, fp8_kv=True)
@@ -231,9 +250,14 @@ def test_norms_and_blocks_by_numbers() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=7.0) * self.up_proj(x))
 
+    class Flat(LlamaMLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).flatten()
+
     config = CONFIG_MAPPING["llama"](**SIZES)
     assert gated_form(LlamaMLP(config)) == GatedForm(("gate_proj", "up_proj"), "down_proj", "silu")
     assert gated_form(Clamped(config)) is None
+    assert gated_form(Flat(config)) is None
     assert gated_form(Phi3MLP(CONFIG_MAPPING["phi3"](**SIZES))) == GatedForm(("gate_up_proj",), "down_proj", "silu")
     assert norm_form(LlamaRMSNorm(32, 1e-5)) == NormForm(1e-5, float32=False, unit_offset=False)
     assert norm_form(Gemma3RMSNorm(32, 1e-5)) == NormForm(1e-5, float32=True, unit_offset=True)
@@ -256,6 +280,8 @@ def test_layers_with_and_without_a_bias_are_one_product() -> None:
         ("gemma2", "softcap"),
         ("bloom", "not exchangeable"),
         ("lfm2", "cannot be probed"),
+        ("doge", "makes its attention mask itself"),
+        ("diffllama", "attends twice"),
     ],
 )
 def test_models_that_cannot_be_paged_are_refused_by_name(kind: str, why: str, tmp_path: Path) -> None:
@@ -279,6 +305,7 @@ def test_a_mistral_with_layer_types_is_probed_as_the_ministral_that_transformers
     assert config.windows == (5, None) * (len(types) // 2)
     ours = load_model(config, tmp_path, tp=SingleRank(), dtype=torch.float32, device=torch.device("cpu"))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert "2 rotations" in ours.describe(), "our kernels rotate"
     harness, prompt = Harness(ours), PROMPTS[0]
     logits = harness.step([(harness.add(prompt), len(prompt))])
     with torch.inference_mode():

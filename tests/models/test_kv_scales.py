@@ -42,6 +42,7 @@ def add_scales(folder: Path, *, k: float = K_SCALE, v: float = V_SCALE, config: 
         leaf = ("k_scale", "k_proj.k_scale", "k_proj.output_scale")[layer % 3]
         tensors |= {f"{attention}.self_attn.{leaf}": torch.tensor([k])}
         tensors |= {f"{attention}.self_attn.{leaf.replace('k_', 'v_')}": torch.tensor(v)}
+        tensors |= {f"{attention}.self_attn.q_scale": torch.tensor(9.0)}  # queries are not rounded here
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     if config is not None:
         raw = json.loads((folder / "config.json").read_text())

@@ -47,15 +47,17 @@ def pooling(path: Path, *args: Any) -> PoolingConfig:
 
 
 def test_pooling_is_read_from_the_checkpoint(tmp_path: Path) -> None:
-    for name in ("causal", "headless", "sentences", "classes"):
+    for name in ("causal", "headless", "sentences", "unit", "classes"):
         (tmp_path / name).mkdir()
     for names in (["Qwen3ForCausalLM"], ["Qwen3Reader", "Qwen3ForCausalLM"]):
         assert load_model_config(folder(tmp_path / "causal", architectures=names)).pooling is None
     headless = pooling(folder(tmp_path / "headless", architectures=["Qwen3Model"]))
     assert (headless.makes, headless.method, headless.normalize, headless.size) == ("embedding", "last", True, 32)
-    sentences = folder(tmp_path / "sentences", {"Transformer": {}, "Pooling": LAST}, matryoshka_dimensions=[8, 16])
+    last = {**LAST, "include_prompt": False}  # only a mean depends on it
+    sentences = folder(tmp_path / "sentences", {"Transformer": {}, "Pooling": last}, matryoshka_dimensions=[8, 16])
     (sentences / "sentence_bert_config.json").write_text('{"max_seq_length": 100}')
     assert (pooling(sentences).normalize, pooling(sentences).dimensions) == (False, (8, 16))
+    assert pooling(folder(tmp_path / "unit", {"Transformer": {}, "Pooling": LAST, "Normalize": {}})).normalize
     assert load_model_config(sentences).max_position_embeddings == 100
     assert load_model_config(sentences, "generate").pooling is None
     labels = {"1": "good", "0": "bad"}
@@ -105,6 +107,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     ({}, ("pooling", "classify"), 'no token "no"'),
     ({"steps": {"Transformer": {}, "Pooling": {"pooling_mode": "cls"}}}, (), r'pooling \["cls"\] is not supported'),
     ({"steps": {"Transformer": {}, "Pooling": {**LAST, "pooling_mode_mean_tokens": True}}}, (), "is not supported"),
+    ({"steps": {"Pooling": {"pooling_mode": "mean", "include_prompt": False}}}, (), "include_prompt false"),
     ({"steps": {"Transformer": {}, "Pooling": LAST, "Dense": {}}}, (), "modules.json has Dense"),
     ({"steps": {"../outside": {}}}, (), "outside the model's"),
     ({"steps": {"LogitScore": {"true_token_id": 50}}}, (), "outside the model's vocabulary"),
