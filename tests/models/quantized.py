@@ -177,6 +177,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
             "quant_algo": "FP8",
             "kv_cache_quant_algo": "FP8",
             "exclude_modules": ["lm_head", "*.norm*"],
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"}}},
         },
         fp8("weight_scale", (0, 0)),
     ),
@@ -189,6 +190,10 @@ FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
     "compressed fp8 block": (
         compressed("float-quantized", "float", 8, "block", DYNAMIC_FP8, block_structure=list(BLOCK)),
         fp8("weight_scale", BLOCK),
+    ),
+    "compressed fp8 group": (
+        compressed("float-quantized", "float", 8, "group", group_size=GROUP),
+        fp8("weight_scale", (1, GROUP)),
     ),
     "compressed int8": (compressed("int-quantized", "int", 8, "channel", DYNAMIC_INT8), int8(symmetric=True)),
     "compressed int8 asymmetric": (

@@ -267,11 +267,17 @@ def test_unsupported_fields_are_refused_by_name() -> None:
         (DEEPSEEK_V2, {"norm_topk_prob": True}, "norm_topk_prob true"),
         (DEEPSEEK_V2, {"mlp_bias": True}, "mlp_bias true"),
         (GLM_4_7_FLASH, {"mlp_layer_types": ["dense", "linear"] * 23 + ["sparse"]}, "mlp_layer_types must hold"),
+        (GLM_4_7_FLASH, {"mlp_layer_types": ["sparse"] * 46}, "mlp_layer_types must hold"),  # of 47 layers
         (GLM_4_7_FLASH, {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     ]
     for raw, change, message in refused:
         with pytest.raises(UnsupportedModel, match=message):
             parse_config({**raw, **change})
+
+
+def test_yarn_scales_scores_only_by_mscale_all_dim() -> None:
+    rope = {key: value for key, value in DEEPSEEK_V3["rope_scaling"].items() if key != "mscale_all_dim"}
+    assert parse_config({**DEEPSEEK_V3, "rope_scaling": rope}).attention.scale == pytest.approx(192**-0.5)
 
 
 def test_greedy_routing_passes_groups_over_and_groups_are_judged_by_their_best() -> None:

@@ -46,6 +46,7 @@ GEMMA3: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "sliding_window": WINDOW,
     "query_pre_attn_scalar": 24,  # not head_dim
+    "attention_bias": True,
     "rope_parameters": {
         "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100000.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
@@ -109,10 +110,12 @@ GEMMA4: dict[str, Any] = {
     "attention_k_eq_v": True,
     "hidden_size_per_layer_input": 0,
     "final_logit_softcapping": 5.0,
+    "attention_bias": True,
     "tie_word_embeddings": True,
 }
 GEMMA4_PARTS: dict[str, Any] = {  # experts as 26B-A4B has them; inputs of each layer and shared KV as E2B has them
     **GEMMA4,
+    "attention_bias": False,
     "num_hidden_layers": 5,
     "layer_types": [*["sliding_attention", "full_attention"] * 2, "full_attention"],
     "attention_k_eq_v": False,
@@ -227,7 +230,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4": ("Gemma4", GEMMA4),
     "gemma4-parts": ("Gemma4", GEMMA4_PARTS),
     "qwen3-next": ("Qwen3Next", {**HYBRID, **QWEN_EXPERTS, "mlp_only_layers": [1]}),
-    "qwen3.5": ("Qwen3_5", HYBRID),
+    "qwen3.5": ("Qwen3_5", {**HYBRID, "attention_bias": True}),
     "qwen3.5-moe": ("Qwen3_5Moe", {**HYBRID, **QWEN_EXPERTS}),
 }
 FAMILIES = tuple(KINDS)
