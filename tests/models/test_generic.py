@@ -270,8 +270,10 @@ def test_layers_with_and_without_a_bias_are_one_product() -> None:
     bind_weights(merged, TorchOps())
     x = torch.randn(3, 8)
     with torch.inference_mode():
-        for index, layer in enumerate(layers):
-            assert torch.allclose(merged.part(index, x), layer(x), atol=1e-6)
+        parts = [merged.part(index, x) for index in range(3)]
+        for part, layer in zip(parts, layers, strict=True):
+            assert torch.allclose(part, layer(x), atol=1e-6)
+    assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
 
 
 @pytest.mark.parametrize(

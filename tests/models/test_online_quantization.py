@@ -72,6 +72,14 @@ def test_int4_values_are_on_their_grid_in_every_dtype(dtype: torch.dtype) -> Non
     assert (again.float() - rounded.float()).norm() < 0.01 * weight.float().norm(), "a grid is found again"
 
 
+def test_int4_of_a_narrow_range_far_from_zero() -> None:
+    """bfloat16 moves the offset by several steps, so some values are outside of the grid. They get its ends."""
+    weight = 100 + torch.rand((8, 64), generator=torch.Generator().manual_seed(0))
+    levels = levels_of_int4(weight)
+    assert levels.codes.max() <= 15
+    assert (levels.dequantize() - weight).abs().max() < 100 * 2.0**-8
+
+
 def test_rows_are_rounded_alike_in_any_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, cut = random_weight(torch.bfloat16), random_weight(torch.bfloat16)
     grid = round_to_int4(whole)

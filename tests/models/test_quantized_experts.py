@@ -162,12 +162,19 @@ def test_experts_that_are_rounded_stay_so(tmp_path: Path, method: str) -> None:
 
 
 def test_dummy_experts_have_the_format_of_the_checkpoint(tmp_path: Path) -> None:
+    """Their standard deviation is the config's, but for MXFP4 that of the nearest scale, a power of two."""
+    (tmp_path / "mxfp4").mkdir()
     quantized, _ = save_quantized(
         tmp_path, "qwen3-moe", "fp8 blocks of bf16", hidden_size=256, moe_intermediate_size=128
     )
-    config = load_model_config(quantized)
-    for experts in load(quantized, SingleRank(), load_format="dummy"):
-        assert experts.packed is not None
-        assert experts.packed[0].format == LevelFormat("fp8", 128)
-        for matrix in values(experts):
-            assert matrix.float().std() == pytest.approx(config.initializer_range, rel=0.1)
+    save_mxfp4(tmp_path / "mxfp4", hidden_size=64, intermediate_size=64)
+    for folder, form, error in (
+        (quantized, LevelFormat("fp8", 128), 0.1),
+        (tmp_path / "mxfp4", LevelFormat("mxfp4", 32), 0.5),
+    ):
+        config = load_model_config(folder)
+        for experts in load(folder, SingleRank(), load_format="dummy"):
+            assert experts.packed is not None
+            assert experts.packed[0].format == form
+            for matrix in values(experts):
+                assert matrix.float().std() == pytest.approx(config.initializer_range, rel=error)
