@@ -169,12 +169,22 @@ def test_backends_name_what_they_have_no_kernels_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "module"), [("fa", "sgl_kernel.flash_attn"), ("fi", "flashinfer.decode"), ("fused", "cuda.core")]
+    ("name", "spec", "module", "package"),
+    [
+        ("fa", SMALL, "sgl_kernel.flash_attn", "sglang-kernel"),
+        ("fa", replace(SMALL, fp8_kv=True), "cuda.core", "cuda-core"),  # upcasts pages
+        ("fi", SMALL, "flashinfer.decode", "flashinfer-python"),
+        ("fused", SMALL, "cuda.core", "cuda-core"),
+    ],
 )
-def test_real_candidates_say_which_package_is_missing(name: str, module: str) -> None:
+def test_real_candidates_say_which_package_is_missing(
+    name: str, spec: AttentionSpec, module: str, package: str
+) -> None:
     if can_be_found(module):
         pytest.skip("needs a machine without the package")
-    assert "is not installed (pip install 'minisgl[" in (CANDIDATES[name].unsupported(SMALL, HOPPER) or "")
+    why = CANDIDATES[name].unsupported(spec, HOPPER) or ""
+    assert package in why
+    assert "is not installed (pip install 'minisgl[" in why
 
 
 def test_packages_that_are_absent_or_do_not_load() -> None:

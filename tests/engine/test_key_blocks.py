@@ -8,7 +8,7 @@ import pytest
 from minisgl.attention.latent.key_blocks import TILE_QUERIES, key_blocks
 
 
-@pytest.mark.parametrize("max_keys", [64, 100, 1000, 5000])
+@pytest.mark.parametrize("max_keys", [64, 100, 299, 1000, 5000])  # with 299 a block begins with a single key
 def test_queries_see_all_keys_before_them_once(max_keys: int) -> None:
     query_lens = np.array([1, 300, 65, 1, 128, 129], dtype=np.int32)
     kv_lens = np.array([700, 300, 98, 1, 1000, 130], dtype=np.int32)
@@ -16,6 +16,7 @@ def test_queries_see_all_keys_before_them_once(max_keys: int) -> None:
     seen: dict[tuple[int, int], list[int]] = {}  # keys by row and query
     for block in key_blocks(rows, query_lens, kv_lens, max_keys):
         assert 0 < len(block.rows) == len(block.positions) <= max_keys
+        assert {each.dtype for each in (block.rows, block.positions, block.items)} == {np.dtype(np.int32)}
         assert block.merges == block.items[:, 5].any()
         lengths = block.items[:, 3].tolist()
         assert lengths == sorted(lengths, reverse=True)

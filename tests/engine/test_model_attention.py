@@ -157,6 +157,19 @@ def test_some_layers_of_a_captured_decode_are_fused_and_others_are_not() -> None
     assert not ModelAttention(layers[:1]).capture_decode(3).reads_page_table
 
 
+@pytest.mark.parametrize("window_group", [False, True])
+def test_a_captured_decode_reads_the_tables_of_its_layers_groups(*, window_group: bool) -> None:
+    backends = {spec: PlannedOnHost(spec) for spec in (LOCAL, FULL)}
+    layers = [LayerAttention("", spec, backends[spec], backends[spec]) for spec in (LOCAL, FULL)]
+
+    def tables(layers: list[LayerAttention]) -> tuple[bool, bool]:
+        decode = ModelAttention(layers, window_group=window_group).capture_decode(rows=3)
+        return decode.reads_page_table, decode.reads_window_table
+
+    assert tables(layers) == (True, window_group)
+    assert tables(layers[:1]) == (not window_group, window_group)
+
+
 def test_one_layer_that_no_graph_may_hold_keeps_all_from_being_captured() -> None:
     safe, unsafe = Named("fi", FULL), TorchAttention(LOCAL)
     layers = [LayerAttention("", FULL, safe, safe), LayerAttention("", LOCAL, unsafe, unsafe)]
