@@ -107,14 +107,14 @@ def gptq(bits: int, *, desc_act: bool, version: int) -> Writer:
     return write
 
 
-def packed(bits: int, *, symmetric: bool) -> Writer:
+def packed(bits: int, *, symmetric: bool, grouped: bool = True) -> Writer:
     def write(rng: np.random.Generator, rows: int, columns: int) -> Written:
-        middle = 2 ** (bits - 1)
+        middle, group_size = 2 ** (bits - 1), GROUP if grouped else columns
         values = rng.integers(0, 2**bits, (rows, columns))
-        zeros = rng.integers(0, 2**bits, (rows, columns // GROUP))
+        zeros = rng.integers(0, 2**bits, (rows, columns // group_size))
         if symmetric:
             zeros[:] = middle
-        scales = scales_of(rng, rows, columns // GROUP)
+        scales = scales_of(rng, rows, columns // group_size)
         tensors = {
             "weight_packed": words(values, bits),
             "weight_scale": scales.to(torch.bfloat16),
@@ -122,7 +122,7 @@ def packed(bits: int, *, symmetric: bool) -> Writer:
         }
         if not symmetric:
             tensors["weight_zero_point"] = words(zeros.T, bits).T.contiguous()
-        group = np.arange(columns) // GROUP
+        group = np.arange(columns) // group_size
         return tensors, np.float32((values - zeros[:, group]) * wide(tensors["weight_scale"])[:, group])
 
     return write
@@ -199,6 +199,10 @@ FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
     "compressed int8 asymmetric": (
         compressed("int-quantized", "int", 8, "channel", symmetric=False),
         int8(symmetric=False),
+    ),
+    "compressed int4 channel": (
+        compressed("pack-quantized", "int", 4, "channel"),
+        packed(4, symmetric=True, grouped=False),
     ),
     "compressed int4": (
         compressed("pack-quantized", "int", 4, "group", group_size=GROUP),

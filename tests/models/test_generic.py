@@ -196,7 +196,7 @@ def by_transformers(folder: Path, **options: Any) -> Any:
 def test_two_ranks(kind: str, tmp_path: Path) -> None:
     """Logits of a prefill, a chunk and a decode are transformers'; ranks are threads. No rank has all weights."""
     model = save(kind, tmp_path)
-    config = load_model_config(tmp_path)
+    config = load_model_config(tmp_path, implementation="transformers")
     config.check_tp(2)
 
     def logits_on(rank: int) -> tuple[torch.Tensor, int]:

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from minisgl.verify import oracle
 from minisgl.verify.__main__ import main
 from minisgl.verify.compare import Run, common_length, compare_rows, tolerance
+from minisgl.verify.findings import Beyond, PromptResult
 from minisgl.verify.prompt_texts import make_prompts
 from models.quantized import save_quantized
 from models.tiny import VOCAB, make_model
@@ -280,6 +282,15 @@ def test_a_tie_is_rounding_and_a_clear_choice_is_not() -> None:
 
     ours[2] += np.float32("nan")
     assert not compare_rows(2, ours[2:], theirs[2:])[0].within(limits)
+
+
+def test_a_prompt_passes_only_if_logits_were_compared_and_none_is_beyond() -> None:
+    (same,) = compare_rows(0, *[np.arange(4, dtype=np.float32)[None]] * 2)
+    numbers = {"absolute": 0.0, "largest": 0.0, "rms": 0.0, "rounding": 0.0, "limit": 1.0}
+    right = PromptResult("", 3, 4, compared=6, cached=0, **numbers, beyond=None, apart=[])
+    assert right.ok
+    assert not replace(right, compared=0).ok
+    assert not replace(right, beyond=Beyond("first", same)).ok
 
 
 def test_common_length() -> None:
