@@ -128,6 +128,9 @@ def test_attention_is_what_our_families_read(kind: str, tmp_path: Path) -> None:
             assert have.num_kv_heads == want.num_kv_heads
         assert have.scale == pytest.approx(want.scale)
         assert (have.window, have.has_sinks) == (want.window, want.has_sinks)
+    assert theirs.transformers is not None
+    if ours.attention.rope.interleaved:  # our kernels rotate halves
+        assert set(theirs.transformers.rotaries) == {None}
 
 
 @pytest.mark.parametrize(("kind", "name"), [("llama", "modelopt"), ("llama", "gptq v2"), ("qwen3-moe", "fp8 blocks")])
