@@ -446,6 +446,14 @@ def test_checkpoints_that_do_not_fit_their_format(
     assert "\n" not in str(error.value)
 
 
+def test_a_scale_that_is_no_number_is_refused_where_the_weight_stays_quantized(
+    pair: Callable[[str], Pair], tmp_path: Path
+) -> None:
+    folder = changed(pair("fbgemm")[0], tmp_path, {f"{UP}.weight_scale": torch.full((320,), NAN)})
+    with pytest.raises(WeightError, match=r"up_proj\.weight: the scale has a value that is"):
+        load(folder, keeps=lambda *_: True)
+
+
 def test_groups_in_another_order_have_their_index() -> None:
     """actorder group of older compressed-tensors."""
     config = compressed("pack-quantized", "int", 4, "group", group_size=GROUP, actorder="group")
