@@ -11,6 +11,8 @@ import pytest
 from minisgl.models.config.model_config import UnsupportedModel
 from minisgl.models.load_config import load_model_config
 from minisgl.pooling.pooling_config import PoolingConfig
+from minisgl.pooling.vectors import check_dimensions
+from minisgl.sampling_params import InvalidRequest
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -58,6 +60,10 @@ def test_pooling_is_read_from_the_checkpoint(tmp_path: Path) -> None:
     (sentences / "sentence_bert_config.json").write_text('{"max_seq_length": 100}')
     assert (pooling(sentences).normalize, pooling(sentences).dimensions) == (False, (8, 16))
     assert pooling(folder(tmp_path / "unit", {"Transformer": {}, "Pooling": LAST, "Normalize": {}})).normalize
+    for dimensions in (None, 8, 16, 32):
+        check_dimensions(dimensions, pooling(sentences))
+    with pytest.raises(InvalidRequest, match="must be one of 8, 16 for this model, not 9"):
+        check_dimensions(9, pooling(sentences))
     assert load_model_config(sentences).max_position_embeddings == 100
     assert load_model_config(sentences, "generate").pooling is None
     labels = {"1": "good", "0": "bad"}
