@@ -248,11 +248,9 @@ class RadixCache:
     def forget(self, tokens: Int32Array, length: int, salt: bytes = b"") -> Int32Array:
         keep, _ = self._walk(self._whole_pages(tokens[:length]), salt)
         self._use(keep)
-        whole = self._whole_pages(tokens)
-        if keep.end < length // self.page_size * self.page_size or len(whole) == keep.end * _TOKEN_BYTES:
-            return empty_pages()
-        key = (salt if keep is self._root else b"") + self._first_page(whole[keep.end * _TOKEN_BYTES :])
-        below = keep.children.get(key)
+        # If the walk ends before `length`, no child has the next page.
+        rest = self._whole_pages(tokens)[keep.end * _TOKEN_BYTES :]
+        below = keep.children.get((salt if keep is self._root else b"") + self._first_page(rest))
         if below is None:
             return empty_pages()
         if below.locks:
