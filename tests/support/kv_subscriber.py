@@ -9,27 +9,32 @@ Prefix = tuple[int, ...]
 
 class KVSubscriber:
     def __init__(self) -> None:
-        self._by_hash: dict[int, Prefix] = {}
+        self._by_hash: dict[int, tuple[str, Prefix]] = {}
 
     @property
-    def prefixes(self) -> set[Prefix]:
+    def salted_prefixes(self) -> set[tuple[str, Prefix]]:
+        """Cached prefixes, each with its salt in hexadecimal; "" if it has none."""
         return set(self._by_hash.values())
 
     @property
-    def num_blocks(self) -> int:
-        """Number of cached blocks; with different salts, several may have the same prefix."""
-        return len(self._by_hash)
+    def prefixes(self) -> set[Prefix]:
+        return {prefix for _, prefix in self._by_hash.values()}
 
     def apply(self, event: dict[str, Any]) -> None:
         match event["type"]:
             case "BlockStored":
                 above = event["parent_block_hash"]
-                prefix = () if above is None else self._by_hash[above]
+                salt, prefix = ("", ()) if above is None else self._by_hash[above]
                 size, tokens = event["block_size"], event["token_ids"]
                 assert len(tokens) == size * len(event["block_hashes"])
+                if event["extra_keys"] is not None:
+                    assert above is None, "only the first block of a prompt has its salt"
+                    (salt,), *others = event["extra_keys"]
+                    assert others == [None] * (len(event["block_hashes"]) - 1)
                 for index, block in enumerate(event["block_hashes"]):
                     assert block not in self._by_hash, "stored twice"
-                    prefix = self._by_hash[block] = (*prefix, *tokens[index * size : (index + 1) * size])
+                    prefix = (*prefix, *tokens[index * size : (index + 1) * size])
+                    self._by_hash[block] = salt, prefix
             case "BlockRemoved":
                 for block in event["block_hashes"]:
                     del self._by_hash[block]
