@@ -67,7 +67,11 @@ def test_states_are_copied_in_order_and_in_all_layers() -> None:
     assert sum(state.nbytes for layer in (0, 2) for state in pool.states(layer)) == layout.state_bytes(2, 3)
     for number, state in enumerate((*pool.states(0), *pool.states(2))):
         state.copy_((torch.arange(6) + 10 * number).view(-1, *[1] * (state.ndim - 1)))
+    pool.keys(1).fill_(1)
+    pool.keys(1)[1] = 2
+    keys = pool.keys(1).clone()
     pool.copy_states([(1, 3), (0, 1), (3, 0), (5, 4)])
+    assert torch.equal(pool.keys(1), keys), "pages are no states"
     for number, state in enumerate((*pool.states(0), *pool.states(2))):
         rows = state.float().flatten(1)
         assert (rows == rows[:, :1]).all()
@@ -85,3 +89,16 @@ def test_layers_of_one_pool_may_differ() -> None:
         tensor.fill_(number + 1)
     assert [int(tensor.max()) for tensor in tensors] == [1, 2, 3, 4, 5, 6], "no two share memory"
     assert all(tensor.is_contiguous() for tensor in tensors)
+
+
+@pytest.mark.parametrize("windowed", [(), (0,), (0, 1)])
+def test_a_pool_takes_the_bytes_counted_for_its_pages(windowed: tuple[int, ...]) -> None:
+    layers, upcast = (paged_kv(2, 16, FP8),) * 2, paged_kv(2, 16, BF16)
+    layout = KVLayout(4, layers, upcast, frozenset(windowed), window=8 if windowed else None)
+    pool = KVPool(layout, 10, CPU, num_window_pages=3)
+    assert [len(pool.keys(layer)) for layer in range(2)] == [4 if layer in windowed else 11 for layer in range(2)]
+    assert pool.upcast_buffer is not None
+    tensors = [half(layer) for layer in range(2) for half in (pool.keys, pool.values)]
+    scratch = layout.pool_bytes(1, 1)  # a page of each group
+    assert sum(tensor.nbytes for tensor in (*tensors, *pool.upcast_buffer)) == layout.pool_bytes(10, 3) + scratch
+    assert {len(half) for half in pool.upcast_buffer} == {4 if len(windowed) == 2 else 11}, "as many as one layer has"
