@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from minisgl.core import Int32Array, pages_for
 from minisgl.kvcache import make_cache
-from minisgl.kvcache.base import CacheHandle
+from minisgl.kvcache.base import BrokenInvariant, CacheHandle
 from minisgl.kvcache.events import EventRecorder
 from minisgl.kvcache.pages import OutOfPages, PagePool
 from minisgl.kvcache.snapshots import SnapshotStore
@@ -208,6 +208,8 @@ class Requests(RuleBasedStateMachine):
         prefix, snapshots = self.content[page], self.oracle.snapshots
         if page in self.store:
             assert prefix in snapshots
+            with pytest.raises(BrokenInvariant, match="has a snapshot already"):
+                self.store.add(page)
             return
         saved, evicted = self.store.saved, self.store.evicted
         if len(snapshots) == self.store.num_entries:

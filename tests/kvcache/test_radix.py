@@ -389,6 +389,10 @@ def broken(what: str) -> RadixCache:
         node.pages[0] = 12
     elif what == "another first page":
         node.tokens = ids(7, 3).tobytes()
+    elif what == "a salt below another node":
+        del node.parent.children[node.key]
+        node.key = b"salt" + node.key
+        node.parent.children[node.key] = node
     elif what == "not queued":
         del cache._queue[node]
     elif what == "queued behind its parent":
@@ -410,6 +414,7 @@ def broken(what: str) -> RadixCache:
         "no page",
         "a page twice",
         "another first page",
+        "a salt below another node",
         "not queued",
         "queued behind its parent",
         "a stranger in the queue",

@@ -33,6 +33,7 @@ class KVSubscriber:
                     assert others == [None] * (len(event["block_hashes"]) - 1)
                 for index, block in enumerate(event["block_hashes"]):
                     assert block not in self._by_hash, "stored twice"
+                    assert 0 <= block < 1 << 63, "signed and unsigned readers get another number"
                     prefix = (*prefix, *tokens[index * size : (index + 1) * size])
                     self._by_hash[block] = salt, prefix
             case "BlockRemoved":
