@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -102,3 +104,17 @@ def test_a_pool_takes_the_bytes_counted_for_its_pages(windowed: tuple[int, ...])
     scratch = layout.pool_bytes(1, 1)  # a page of each group
     assert sum(tensor.nbytes for tensor in (*tensors, *pool.upcast_buffer)) == layout.pool_bytes(10, 3) + scratch
     assert {len(half) for half in pool.upcast_buffer} == {4 if len(windowed) == 2 else 11}, "as many as one layer has"
+
+
+def test_on_the_cpu_pages_take_no_memory_until_they_are_used() -> None:
+    layout = KVLayout(16, (paged_kv(8, 128, BF16),) * 4)
+    before = resident_bytes()
+    pool = KVPool(layout, 1024, CPU)
+    assert resident_bytes() - before < layout.pool_bytes(1024) // 4
+    pool.keys(0).fill_(1)
+    assert resident_bytes() - before > pool.keys(0).nbytes // 2, "the figure shows what is used"
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

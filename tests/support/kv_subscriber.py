@@ -37,6 +37,7 @@ class KVSubscriber:
                     prefix = (*prefix, *tokens[index * size : (index + 1) * size])
                     self._by_hash[block] = salt, prefix
             case "BlockRemoved":
+                assert event["block_hashes"], "nothing was removed"
                 for block in event["block_hashes"]:
                     del self._by_hash[block]
             case "AllBlocksCleared":
