@@ -141,6 +141,26 @@ def test_nan_that_a_request_adds_to_proven_pages_goes_with_the_next_failure(opti
     assert [world.cached[seq_id] for seq_id in range(2, 6)] == [0, 16, 0, 16]
 
 
+@pytest.mark.parametrize("is_read", [False, True])
+@pytest.mark.parametrize("options", [{"snapshots": 20}, {"window": 17, "num_window_pages": 12}], ids=str)
+def test_what_a_request_adds_to_cached_pages_is_trusted_once_another_has_begun_there(
+    options: dict[str, object], is_read: bool
+) -> None:
+    """Then a request that begins there and fails does not take it from the cache."""
+    faults = Faults(0.0)
+    world = World(page_size=4, num_pages=400, chunk=8, overlap=False, computes_nan=faults, **options)  # type: ignore[arg-type]
+    good = list(range(16))
+    prompts = [[*good, *range(20, 36)], [49] * 60, [*good, *range(36, 49)], [*good, 49], [*good, 48], [*good, 47]]
+    for seq_id, prompt in enumerate(prompts):
+        if seq_id == 3 and not is_read:
+            continue  # sequence 2 has added to pages of sequence 0
+        faults.share = float(seq_id == 4)
+        world.add(seq_id, prompt, max_tokens=2, ignore_eos=True)
+        world.run()
+    assert [world.cached[seq_id] for seq_id in (2, 4, 5)] == [0, 16, 16 if is_read else 0]
+    assert (world.ends[4], world.ends[5]) == ("error", "length")
+
+
 @pytest.mark.parametrize("token", ["none", "in the same step", "before"])
 def test_pages_of_a_failed_request_stay_as_long_as_others_read_them(token: str) -> None:
     """Sequence 0 fails in its answer, while sequence 1 reads its prompt's pages, and has a token from them or not."""
