@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from scheduler.simulation import World
+from minisgl.kvcache.window import windowed_pages
+from scheduler.simulation import World, random_prompt
 
 WINDOW, PAGE = 8, 4  # a query reaches back two pages
 
@@ -78,3 +81,25 @@ def test_short_prompts_that_outgrow_the_windowed_pages_are_retracted() -> None:
     assert world.scheduler.counts()["pages_evicted"] == 0, "there were enough full pages"
     assert all(len(answer) == 40 for answer in world.answers.values())
     world.scheduler.check_idle()
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_the_smallest_pools_hold_what_prompts_were_promised(seed: int) -> None:
+    """Many prompts are prefilled a chunk at a time; one page too few would end the server with OutOfPages."""
+    rng = random.Random(seed)
+    page_size, window, chunk = rng.choice([1, 4, 8]), rng.randint(2, 12), rng.choice([3, 16])
+    world = World(
+        page_size=page_size,
+        num_pages=100,
+        chunk=chunk,
+        window=window,
+        num_window_pages=windowed_pages(100, 0.0, window, page_size, chunk) + rng.choice([0, 1]),
+        batch_policy="mixed",
+        overlap=rng.random() < 0.5,
+    )
+    for seq_id in range(16):
+        prompt = random_prompt(rng, families=3, longest=40)
+        world.add(seq_id, prompt, max_tokens=rng.randint(1, 20), ignore_eos=True)
+        world.step()
+    world.run()
+    assert set(world.ends.values()) == {"length"}
