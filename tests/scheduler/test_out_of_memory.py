@@ -91,10 +91,11 @@ def test_a_request_that_fails_alone_ends_with_an_error_and_the_others_go_on(at_l
         fails=lambda batch: bool((batch.start_pos + batch.query_lens > 40).any()),
         fails_at_launch=at_launch,
     )
-    for seq_id, length in enumerate([10, 50, 20]):
+    for seq_id, length in enumerate([10, 50, 20, 50]):
         world.add(seq_id, [seq_id + 1] * length, max_tokens=10, ignore_eos=True)
     world.run()
-    assert world.ends == {0: "length", 1: "error", 2: "length"}
+    assert world.ends == {0: "length", 1: "error", 2: "length", 3: "error"}
+    assert world.loop.counts.begun == world.loop.counts.finished, "or the rank would seem to hang in the failed step"
     assert world.answers[1] == []
     assert [len(world.answers[seq_id]) for seq_id in (0, 2)] == [10, 10]
 
@@ -154,4 +155,6 @@ def test_bounds_fall_by_half_and_rise_again_more_slowly_after_each_relapse() -> 
         limits.completed()
     assert (limits.prefill_tokens, limits.running) == (1000, 64)
     limits.lower(batch(SMALL_STEP + 1))
-    assert limits.prefill_tokens == SMALL_STEP
+    assert (limits.prefill_tokens, limits.running) == (SMALL_STEP, 64)
+    limits.lower(batch(SMALL_STEP // 2, SMALL_STEP // 2, 1, 1))  # tokens that the bound allows
+    assert (limits.prefill_tokens, limits.running) == (SMALL_STEP, 2)

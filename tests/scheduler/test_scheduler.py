@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from minisgl.core import Batch
+from minisgl.message.engine_state import SequenceState
 from minisgl.message.shared import TextOptions
 from minisgl.sampling_params import Grammar, SamplingParams
 from minisgl.scheduler.requests.request import Request, RequestState
@@ -521,6 +522,30 @@ def test_a_repeated_prompt_is_prefilled_from_the_cache() -> None:
     assert world.answers[0] == world.answers[1]
     counts = world.scheduler.counts()
     assert (counts["prefix_tokens_queried"], counts["prefix_tokens_hit"]) == (60, 28)
+
+
+def test_sequences_are_described_by_their_state() -> None:
+    """Running ones first; a waiting one holds nothing, also if it has run before."""
+    world = World(page_size=4, num_pages=8, num_slots=2, max_seq_len=32, overlap=False)
+    for seq_id in range(3):
+        world.add(seq_id, [seq_id] * 10, max_tokens=20, ignore_eos=True, priority=-seq_id)
+    world.step()
+    world.step()
+    fixed = {"request_id": "", "prompt": 10, "limit": 30}
+    running = {"state": "running", "computed": 10, "known": 11}
+    pages = [request.prefix.pages[-1] for request in map(world.scheduler._table.request, (0, 1)) if request.prefix]
+    first, second, third = world.scheduler.sequences(2)
+    assert first == SequenceState(seq_id=0, node=pages[0], **running, **fixed)  # type: ignore[arg-type]
+    assert second == SequenceState(seq_id=1, node=pages[1], priority=-1, **running, **fixed)  # type: ignore[arg-type]
+    waiting = SequenceState(seq_id=2, state="waiting", known=10, priority=-2, **fixed)  # type: ignore[arg-type]
+    assert third == waiting
+    assert world.scheduler.sequences(1) == [first, third]
+    while not world.scheduler.retractions:
+        world.step()
+    _, retracted, third = world.scheduler.sequences(2)
+    assert (retracted.seq_id, retracted.state, retracted.node, retracted.computed) == (1, "retracted", None, 0)
+    assert retracted.known == 10 + len(world.answers[1])
+    assert third == waiting
 
 
 def test_lost_pages_are_said_at_idle(caplog: pytest.LogCaptureFixture) -> None:
