@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl.core import Batch, ScoredTokens
-from minisgl.engine.step_inputs import pad_inputs, step_inputs, views_like
+from minisgl.engine.step_inputs import last_pages, pad_inputs, step_inputs, views_like
 
 SCRATCH = 99
 MAX_SEQ_LEN = 50
@@ -72,3 +73,20 @@ def test_padding_uses_scratch_slots(rows: list[tuple[int, int, bool]], more_toke
     lengths = np.diff(padded.query_starts).tolist()
     assert lengths[count:] == [0] * more_rows + [more_tokens]
     assert padded.kv_lens[count:].tolist() == [0] * more_rows + [min(more_tokens, MAX_SEQ_LEN)]
+
+
+@settings(deadline=None)
+@given(ROWS, st.integers(1, 5), st.booleans())
+def test_the_last_page_of_each_row_that_is_new(
+    rows: list[tuple[int, int, bool]], page_size: int, windowed: bool
+) -> None:
+    batch, new, expected = batch_of(rows), [], []
+    for slot, (start, length, _) in zip(batch.slots.tolist(), rows, strict=True):
+        last = (start + length - 1) // page_size
+        for index in range(-(-start // page_size), last + 1):
+            page = len(new)
+            new.append([slot, index, 1000 + page, 2000 + page][: 4 if windowed else 3])
+            expected += [new[-1][2:]] if index == last else []
+    pages = np.array(new, dtype=np.int32).reshape(-1, 4 if windowed else 3)
+    found = last_pages(msgspec.structs.replace(batch, new_pages=pages), page_size)
+    assert found.T.tolist() == expected
