@@ -40,6 +40,7 @@ class TimedDevice:
     ) -> None:
         self._slow_steps, self._slow_tokens, self._host = slow_steps, slow_tokens, host
         self.steps = 0
+        self.longest = self.most_rows = 0  # tokens of a sequence, rows of a step
         self._num_pages, self._page_size = num_pages, page_size
         self._seen: set[tuple[int, int]] = set()
 
@@ -63,6 +64,8 @@ class TimedDevice:
         # Each row has a page for each of its places.
         known = {row.slot: len(row.token_ids) for row in batch.new_rows}
         assert known == dict(zip(batch.slots.tolist(), (batch.start_pos + batch.query_lens).tolist(), strict=True))
+        self.longest = max(self.longest, *known.values())
+        self.most_rows = max(self.most_rows, len(known))
         reach = (batch.start_pos + batch.query_lens - 1) // self._page_size
         for row, last in zip(batch.slots.tolist(), reach.tolist(), strict=True):
             assert indices[slots == row].tolist() == list(range(last + 1))
@@ -86,6 +89,8 @@ def test_a_measurement_finds_the_device(num_pages: int, page_size: int, max_seq_
     )
     assert cost is not None
     assert device.steps == 18
+    assert device.most_rows == DECODES
+    assert device.longest < max_seq_len, "there is room for the sampled token"
     assert dataclasses.astuple(cost) == pytest.approx(dataclasses.astuple(FEW), rel=1e-6)
 
 
@@ -96,6 +101,8 @@ def test_with_many_slots_a_measurement_tells_decodes_alone_from_those_beside_chu
     """The host may launch chunks more slowly than the device runs them."""
     device = TimedDevice(50_000, 16, host=5e-3)
     cost = measured(device, num_slots=num_slots, max_seq_len=max_seq_len)
+    assert device.most_rows <= num_slots
+    assert device.longest < max_seq_len
     assert dataclasses.astuple(cost) == pytest.approx(dataclasses.astuple(DEVICE), rel=1e-6)
 
 
