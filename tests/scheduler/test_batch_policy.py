@@ -25,6 +25,7 @@ from minisgl.scheduler.steps.batch_policy import (
     Chunks,
     Mixed,
     PrefillFirst,
+    make_batch_policy,
 )
 from minisgl.step_cost import MOST_UNMEASURED, LearnedCost, StepCost
 from scheduler.simulation import World
@@ -275,6 +276,11 @@ def test_no_turns_without_a_model_or_a_target(cost: StepCost | None, target: flo
     policy = Mixed(None if cost is None else LearnedCost(cost), target)
     for _ in range(3):
         assert lengths(policy, [1] * 400 + [5000], 8192)[:400] == [1] * 400
+
+
+def test_without_a_target_the_prefill_length_alone_bounds_a_step() -> None:
+    policy = make_batch_policy(SchedulerConfig(target_tbt=0), COST)
+    assert lengths(policy, [1] * 50 + [20_000], 8192) == [1] * 50 + [8192 - 50]
 
 
 def test_few_prompt_tokens_stand_beside_decodes() -> None:
