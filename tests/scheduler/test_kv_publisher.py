@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from minisgl.cli import parse_args
 from minisgl.config import ConfigError
 from minisgl.config.kv_events import KVEventsConfig
 from minisgl.kvcache.radix import RadixCache
-from minisgl.scheduler.kv_publisher import END, KVPublisher
+from minisgl.scheduler.kv_publisher import END, KVPublisher, open_socket
 
 PAGE_SIZE = 4
 
@@ -120,3 +121,20 @@ def test_a_replay_begins_where_it_is_asked_to(context: zmq.Context[zmq.Socket[by
     assert ask((5).to_bytes(8, "big")) == []
     with pytest.raises(ConfigError, match="cannot be bound"):
         KVPublisher(context, KVEventsConfig(endpoint="tcp://192.0.2.1:5557", bind=True), PAGE_SIZE)
+
+
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+def test_an_ipv6_endpoint_is_bound(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    publisher = context.socket(zmq.PUB)
+    open_socket(publisher, "tcp://[::1]:*", bind=True)
+    endpoint = publisher.getsockopt_string(zmq.LAST_ENDPOINT)
+    assert endpoint.startswith("tcp://[::1]:")
+    open_socket(context.socket(zmq.SUB), endpoint, bind=False)
