@@ -141,6 +141,42 @@ def test_nan_that_a_request_adds_to_proven_pages_goes_with_the_next_failure(opti
     assert [world.cached[seq_id] for seq_id in range(2, 6)] == [0, 16, 0, 16]
 
 
+def test_nan_in_windowed_pages_of_a_prompt_under_way_goes_with_the_first_failure() -> None:
+    """Sequence 2 gives its windowed pages to cached pages of sequence 0 long before its own logits tell of NaN."""
+    bad_slots: set[int] = set()
+    world = World(
+        page_size=4,
+        num_pages=400,
+        chunk=8,
+        batch_policy="mixed",
+        overlap=False,
+        window=17,
+        num_window_pages=16,
+        computes_nan=bad_slots.__contains__,
+    )
+    good = list(range(16))
+    world.add(0, [*good, *range(20, 36)], max_tokens=2, ignore_eos=True)
+    world.run()
+    world.add(1, [49] * 80, max_tokens=2, ignore_eos=True)  # evicts the windowed pages of `good`
+    world.run()
+    world.add(2, [*good, *range(20, 50), *range(40)], max_tokens=2, ignore_eos=True)
+    world.step()
+    request = world.scheduler._requests.find(2)
+    assert request is not None
+    bad_slots.add(request.slot)
+    world.step()
+    bad_slots.clear()
+    for seq_id in (3, 4):
+        world.add(seq_id, [*good, 49 - seq_id], max_tokens=1, ignore_eos=True)
+        while seq_id not in world.ends:
+            world.step()
+    assert 2 not in world.ends
+    assert (world.ends[3], world.ends[4]) == ("error", "length")
+    assert [world.cached[seq_id] for seq_id in (2, 3, 4)] == [0, 16, 0]
+    world.run()
+    assert world.ends[2] == "error"
+
+
 @pytest.mark.parametrize("is_read", [False, True])
 @pytest.mark.parametrize("options", [{"snapshots": 20}, {"window": 17, "num_window_pages": 12}], ids=str)
 def test_what_a_request_adds_to_cached_pages_is_trusted_once_another_has_begun_there(
