@@ -168,8 +168,10 @@ class SimulatedDevice:
         fails_at_launch: bool = False,
         computes_nan: Callable[[int], bool] = lambda _: False,
         has_states: bool = False,
+        scratch_slot: int = -1,
         window: int | None = None,
     ) -> None:
+        self._scratch_slot = scratch_slot  # of a captured graph's padding rows, which leave a state there
         self._has_states = has_states
         self._window = window  # for layers with their own pages
         self._fails = fails
@@ -266,6 +268,7 @@ class SimulatedDevice:
         self._apply(batch)
         for source, target in batch.state_copies:
             self.states[target] = self.states[source]
+        self.states[self._scratch_slot] = (-1, -1)
         sampled: list[int] = []
         prefixes: list[int] = []  # hashes that the sampled tokens follow
         scored: list[tuple[int, int]] = []  # (hash before, token) of prompts
@@ -371,6 +374,7 @@ class World:
             fails_at_launch=self.fails_at_launch,
             computes_nan=self.computes_nan,
             has_states=self.snapshots > 0,
+            scratch_slot=self.num_slots,
             window=self.window,
         )
         self.scheduler = Scheduler(
