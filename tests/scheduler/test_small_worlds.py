@@ -59,7 +59,8 @@ def random_request(rng: random.Random) -> Asked:
 
 
 @pytest.mark.parametrize("kind", ["full pages", "windows", "states"])
-@pytest.mark.parametrize("seed", range(20))
+# In the last three worlds of states a snapshot is due after a prefix that may not be shared as far.
+@pytest.mark.parametrize("seed", [*range(20), 123, 185, 202])
 def test_every_request_gets_its_answer(kind: str, seed: int) -> None:
     rng = random.Random(seed)
     world = random_world(rng, kind)
