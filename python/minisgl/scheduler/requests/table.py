@@ -48,7 +48,7 @@ class SlotTable:
         self.max_len = np.zeros(num_slots, dtype=np.int32)
         self.stop = np.full(num_slots, NEVER, dtype=np.int32)  # position at which the current chunk must end
         self.last_step = np.full(num_slots, -1, dtype=np.int64)  # last step that names the slot
-        self.seq_id = np.full(num_slots, -1, dtype=np.int64)
+        self.seq_id = np.zeros(num_slots, dtype=np.int64)
         self.live = np.zeros(num_slots, dtype=np.bool_)  # the request has not ended
         self._flags = np.zeros(num_slots, dtype=np.uint8)  # SamplingFlags
         self.stops_at_eos = np.zeros(num_slots, dtype=np.bool_)
@@ -98,7 +98,6 @@ class SlotTable:
     def leave(self, slot: int) -> None:
         """Free the slot, which no step in flight may name."""
         self.requests[slot] = None
-        self.seq_id[slot] = -1
         self._free.append(slot)
 
     def remaining(self, slots: IndexArray) -> Int32Array:
