@@ -335,11 +335,19 @@ def test_a_long_prompt_a_flow_of_short_ones_and_a_stream(overlap: bool) -> None:
     assert 2 in world.ends
 
 
+@pytest.mark.parametrize("beside_another", [False, True])
 @pytest.mark.parametrize(("priority", "enters"), [(0, False), (1, True)])
-def test_no_request_enters_beside_a_long_prompt_of_higher_priority(priority: int, enters: bool) -> None:
+def test_no_request_enters_beside_a_long_prompt_of_higher_priority(
+    priority: int, enters: bool, beside_another: bool
+) -> None:
+    """Also if a prompt of lower priority, which came first, is longer still."""
     world = World(batch_policy="mixed", num_pages=400, page_size=1, chunk=10)
-    world.add(0, [1] * 90, max_tokens=1, priority=1)
+    if beside_another:
+        world.add(2, [3] * 99, max_tokens=1)
+        world.step()
+    world.add(0, [1] * 60, max_tokens=1, priority=1)
     world.step()
+    assert world.entered[-1] == 0
     world.add(1, [2] * 3, max_tokens=1, priority=priority)
     world.step()
     assert (1 in world.entered) is enters
