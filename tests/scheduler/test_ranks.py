@@ -153,6 +153,18 @@ def test_a_following_rank_waits_for_the_steps_that_read_the_bitmask_before_it_wr
     assert engine.longest > MAX_IN_FLIGHT  # otherwise it would hold for want of overlap
 
 
+def test_a_busy_receiver_gets_all_messages_in_order(tmp_path: Path) -> None:
+    """ZeroMQ's own bounds would refuse a message after some thousand: admission bounds the queues instead."""
+    address = Addresses(str(tmp_path)).rank(1)
+    with zmq.Context() as context:
+        inbox: Inbox[int] = Inbox(context, address, int)
+        outbox: Outbox[int] = Outbox(context, address)
+        for number in range(10_000):
+            outbox.send(number)
+        assert [inbox.receive() for _ in range(10_000)] == list(range(10_000))
+        context.destroy(linger=0)
+
+
 def test_only_arrays_are_sent(tmp_path: Path) -> None:
     with zmq.Context() as context:
         outbox: Outbox[object] = Outbox(context, Addresses(str(tmp_path)).rank(1))
