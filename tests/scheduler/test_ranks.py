@@ -16,7 +16,7 @@ from minisgl.message.socket import Addresses, Inbox, Outbox
 from minisgl.message.to_scheduler import Bitmask, ToRank
 from minisgl.sampling_params import SamplingFlags, SamplingParams
 from minisgl.scheduler.loop import StepCounts
-from minisgl.scheduler.ranks import MAX_IN_FLIGHT, follow
+from minisgl.scheduler.ranks import MAX_IN_FLIGHT, LeadingEngine, follow
 
 
 def ids(*values: int) -> Int32Array:
@@ -151,6 +151,21 @@ def test_a_following_rank_waits_for_the_steps_that_read_the_bitmask_before_it_wr
     assert counts.begun == 21
     assert engine.sampled == [(step, [step]) for step in constrained]
     assert engine.longest > MAX_IN_FLIGHT  # otherwise it would hold for want of overlap
+
+
+def test_the_leading_rank_sends_each_plan_and_its_bitmask_after_it() -> None:
+    engine, sent = FollowedEngine(), list[ToRank]()
+    leading = LeadingEngine(engine, [SimpleNamespace(send=sent.append)])  # type: ignore[arg-type, list-item]
+    constrained = msgspec.structs.replace(DECODE, step=1, flags=SamplingFlags.CONSTRAINED)
+    leading.forward(DECODE)
+    leading.sample(DECODE)
+    leading.forward(constrained)
+    assert [*map(id, sent)] == [id(DECODE), id(constrained)], "the other ranks compute while rank 0 fills the bitmask"
+    leading.sample(constrained, engine.bitmask)  # type: ignore[arg-type]
+    (_, _, bitmask) = sent
+    assert isinstance(bitmask, Bitmask)
+    assert bitmask.words is engine.bitmask  # type: ignore[comparison-overlap]
+    assert engine.in_flight == [0, 1]
 
 
 def test_a_busy_receiver_gets_all_messages_in_order(tmp_path: Path) -> None:
