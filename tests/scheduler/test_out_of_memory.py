@@ -146,7 +146,8 @@ def test_bounds_fall_by_half_and_rise_again_more_slowly_after_each_relapse() -> 
     for _ in range(STEPS_TO_RECOVER):
         assert limits.prefill_tokens == 400
         limits.completed()
-    assert (limits.prefill_tokens, limits.running) == (800, 40)
+    limits.completed()
+    assert (limits.prefill_tokens, limits.running) == (800, 40), "the next rise takes as many steps again"
     limits.lower(batch(800))
     for _ in range(2 * STEPS_TO_RECOVER):
         assert limits.prefill_tokens == 400
