@@ -309,7 +309,8 @@ def test_llama_3_2() -> None:
 
 SIZES = {
     **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size"), 256),
-    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_experts_per_tok"), 8),
+    **dict.fromkeys(("num_hidden_layers", "num_experts_per_tok"), 8),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 16),  # no default of a number of KV heads
     **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), 100_000),
 }
 NOT_IN_ALL: dict[str, dict[str, Any]] = {

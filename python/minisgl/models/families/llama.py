@@ -81,7 +81,7 @@ _GLM = {
     "head_dim": 128,
     "rms_norm_eps": 1.5625e-7,
 }
-_SEED_OSS = {"attention_bias": True, "head_dim": 128}
+_SEED_OSS = {"num_key_value_heads": 8, "attention_bias": True, "head_dim": 128}
 _QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096}
 _QWEN_WINDOWS = {**_QWEN_WINDOW, "max_window_layers": 28}
 _QWEN_MOE = {"num_key_value_heads": 4, **_QWEN_WINDOW}
