@@ -20,7 +20,6 @@ from torch import nn
 from minisgl.config.engine import LoadFormat, QuantizationMethod
 from minisgl.distributed import TPGroup
 from minisgl.error_text import abridged
-from minisgl.layers.embedding import LMHead
 from minisgl.layers.layer_config import AttentionConfig
 from minisgl.layers.linear import Linear
 from minisgl.layers.mlp import Experts
@@ -133,7 +132,6 @@ def fill_random(
     ranks keep, a router for example, is the same on each.
     """
     generator = torch.Generator(forms.device)
-    heads = {name for name, module in model.named_modules() if isinstance(module, LMHead)}
     for part, loader, module in _slices(model, forms):
         if not part.is_read or part.target.ndim < 2:
             continue
@@ -141,7 +139,7 @@ def fill_random(
         if loader is None:
             part.target.normal_(std=std, generator=generator)
         else:
-            scheme = None if quantization is None or module in heads else quantization.scheme_of(module)
+            scheme = None if quantization is None else quantization.scheme_of(module)
             loader.draw(part, format_of(scheme), std, generator)
 
 
