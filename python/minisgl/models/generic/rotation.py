@@ -45,9 +45,9 @@ class RotationProbe:
         found = self._rotated.get(module)
         return found[2] if found is not None and found[0] is q and found[1] is k else None
 
-    def _note_table(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def _note_table(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         kept = {name: value for name, value in kwargs.items() if name not in ("x", "position_ids")}
-        more = args[2:] if isinstance(args, tuple) else ()
+        more = args[2:]
         values = (*more, *kept.values())
         if isinstance(output, tuple) and all(isinstance(value, str | int | float | None) for value in values):
             call = RotaryCall(self.module_names[module], more, tuple(kept.items()))
