@@ -1,7 +1,7 @@
 """Numeric probes: what a module of transformers computes, found by running its own forward on random numbers.
 
-A probe runs a copy of the module with small or random weights on the CPU, so it works on the meta device too. Inputs
-range from small to large, so that a clamp or a cap is seen.
+A probe runs a copy of the module with small or random weights on the default device, which `replace` makes the CPU. The
+module itself may be on the meta device. Inputs range from small to large, so that a clamp or a cap is seen.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def norm_form(module: nn.Module) -> NormForm | None:
         return None
     generator = torch.Generator().manual_seed(0)
     inputs = _inputs(len(weight), generator)
-    random = torch.rand(len(weight), generator=generator, device="cpu") + 0.5
+    random = torch.rand(len(weight), generator=generator) + 0.5
     forms = [NormForm(eps, float32, offset) for float32, offset in ((False, False), (True, False), (True, True))]
     for form in forms:
         if all(
@@ -126,7 +126,7 @@ def _small_block(
     small = {}
     for name, layer in linears.items():
         sizes = (_WIDE, _SMALL) if name == down else (_SMALL, 2 * _WIDE // (len(linears) - 1))
-        made = nn.Linear(*sizes, bias=layer.bias is not None, device="cpu", dtype=torch.float32)
+        made = nn.Linear(*sizes, bias=layer.bias is not None, dtype=torch.float32)
         for parameter in made.parameters():
             parameter.normal_(generator=generator)
         small[name] = made
@@ -147,7 +147,7 @@ def holds_plain_experts(module: nn.Module) -> bool:
         return False
     generator = torch.Generator().manual_seed(0)
     shapes = {"gate_up_proj": (_EXPERTS, 2 * _WIDE, _SMALL), "down_proj": (_EXPERTS, _SMALL, _WIDE)}
-    weights = {name: torch.randn(shape, generator=generator, device="cpu") for name, shape in shapes.items()}
+    weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     stand_in = copy.copy(module)
     stand_in._parameters = {name: nn.Parameter(weight, requires_grad=False) for name, weight in weights.items()}
     small = {count: _EXPERTS, hidden: _SMALL, width // 2: _WIDE, width: 2 * _WIDE}
@@ -155,8 +155,8 @@ def holds_plain_experts(module: nn.Module) -> bool:
         if type(value) is int and value in small:
             object.__setattr__(stand_in, name, small[value])
     x = _inputs(_SMALL, generator)[0]
-    chosen = torch.stack([torch.randperm(_EXPERTS, generator=generator, device="cpu")[:2] for _ in x])
-    shares = torch.rand(len(x), 2, generator=generator, device="cpu")
+    chosen = torch.stack([torch.randperm(_EXPERTS, generator=generator)[:2] for _ in x])
+    shares = torch.rand(len(x), 2, generator=generator)
     try:
         theirs = stand_in(x, chosen, shares)
     except Exception:  # from any module of transformers: its experts are others
@@ -169,5 +169,5 @@ def holds_plain_experts(module: nn.Module) -> bool:
 
 def _inputs(size: int, generator: torch.Generator) -> Tensor:
     """[1, 5, size] float32, a row of each scale."""
-    scales = torch.tensor(_SCALES, device="cpu").view(1, -1, 1)
-    return torch.randn(1, len(_SCALES), size, generator=generator, device="cpu") * scales
+    scales = torch.tensor(_SCALES).view(1, -1, 1)
+    return torch.randn(1, len(_SCALES), size, generator=generator) * scales
