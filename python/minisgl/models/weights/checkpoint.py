@@ -267,6 +267,6 @@ def _is_inside(path: Path) -> bool:
 
 def _open(path: Path) -> Any:  # safe_open's methods have no types
     try:
-        return safe_open(path, framework="pt", device="cpu")
+        return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise WeightError(f"{path} is not a readable safetensors file: {file_error(path, error)}") from error
