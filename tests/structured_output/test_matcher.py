@@ -18,6 +18,7 @@ from minisgl.structured_output.protocol import MatcherStatus
 from minisgl.structured_output.translate import lark_rule
 from minisgl.structured_output.validator import GrammarValidator
 from structured_output.drawing import EOS, Drawer, filled
+from tokenizer import small
 
 LETTERS = Grammar("regex", "[ab]{2,3}")
 
@@ -110,6 +111,19 @@ def test_a_stop_id_ends_even_a_grammar_that_allows_it(drawer: Drawer) -> None:
     assert advance(drawer, matcher, "a") is MatcherStatus.OPEN
     assert "b" in allowed(drawer, matcher)
     assert advance(drawer, matcher, "b") is MatcherStatus.COMPLETE
+
+
+def test_a_stop_id_with_the_bytes_of_another_token_waits_for_an_end() -> None:
+    """The vocabulary has <0x62> for texts that lack `b`; a bitmask allows only one of the two."""
+    tokenizer = small.llama()
+    a, b, stop, eos = (tokenizer.token_to_id(token) for token in ("a", "b", "<0x62>", "</s>"))
+    size = tokenizer.get_vocab_size()
+    matchers = GrammarMatchers(lambda: tokenizer, vocab_size=size, eos_token_ids=[eos], threads=1)
+    matcher = matchers.start(SamplingParams(grammar=Grammar("regex", "ab+"), stop_token_ids=(stop,)))
+    for token, ends in ((a, set()), (b, {stop, eos})):
+        matchers.advance([matcher], np.array([token], dtype=np.int32))
+        bits = np.unpackbits(filled(matchers, [matcher], size).view(np.uint8), bitorder="little")
+        assert set(np.flatnonzero(bits).tolist()) & {b, stop, eos} == {b, *ends}
 
 
 @pytest.mark.parametrize(

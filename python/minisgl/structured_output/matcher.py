@@ -113,7 +113,7 @@ class GrammarMatcher:
         if self._own_stop_ids:
             kept = row.copy()
             for token in self._own_stop_ids:
-                _set_bit(row, token, _may_end_with(token, followed))
+                _set_bit(row, token, _may_end_with(token, followed, is_allowed=_has_bit(row, token)))
             if not _has_any_bit(row, vocab_size):
                 row[:] = kept
         if self._avoided:
@@ -201,13 +201,16 @@ class GrammarMatchers:
         matcher.move_to(self._automata.successor(matcher.automaton))
 
 
-def _may_end_with(token: int, followed: LLMatcher) -> bool:
-    """Return True if the grammar accepts an end here, or after this token."""
-    if followed.is_accepting():
-        return True
-    num_consumed = followed.try_consume_tokens([token])
+def _may_end_with(token: int, followed: LLMatcher, *, is_allowed: bool) -> bool:
+    """Return True if the grammar accepts an end here, or after this token if it `is_allowed`.
+
+    A matcher also consumes a token with the bytes of another one, of which two a bitmask allows only one.
+    """
+    if followed.is_accepting() or not is_allowed:
+        return followed.is_accepting()
+    followed.consume_token(token)
     accepts = followed.is_accepting()
-    followed.rollback(num_consumed)
+    followed.rollback(1)
     return accepts
 
 
@@ -222,6 +225,10 @@ def _has_any_bit(row: Int32Array, vocab_size: int) -> bool:
     if row[:words].any():
         return True
     return rest > 0 and bool(row.view(np.uint32)[words] & np.uint32((1 << rest) - 1))
+
+
+def _has_bit(row: Int32Array, token: int) -> bool:
+    return bool(row.view(np.uint32)[token // 32] >> np.uint32(token % 32) & 1)
 
 
 def _set_bit(row: Int32Array, token: int, value: bool) -> None:
