@@ -295,6 +295,17 @@ def test_bounds_beyond_exact_doubles() -> None:
     assert is_allowed({"type": "integer", "maximum": 2**63 - 1}, str(2**53 + 1))
 
 
+@pytest.mark.parametrize("kind", ["integer", "number", ["integer", "null"]])
+def test_whole_bounds_that_doubles_hold_are_kept(kind: Any) -> None:
+    """JavaScript's largest safe integer and microseconds since 1970 have 16 digits."""
+    for number in (2**53 - 1, 1_700_000_000_000_001):
+        for bound in (number, -number):
+            schema = {"type": kind, "minimum": bound, "maximum": bound}
+            assert is_allowed(schema, str(bound))
+            assert not is_allowed(schema, str(bound - 1))
+            assert not is_allowed(schema, str(bound + 1))
+
+
 def test_constants_are_written_as_they_are_or_refused() -> None:
     rng = random.Random(0)
     vocabulary = byte_vocabulary({})

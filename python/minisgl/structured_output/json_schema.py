@@ -46,6 +46,7 @@ _DATE = (
 )
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 LARGEST_BOUND = 92 * 10**17  # below 2^63, where llguidance refuses to count
+MAX_EXACT = 2**53  # doubles hold all integers up to this one
 MAX_DIGITS = 15  # digits of a number that llguidance reads and writes as it is
 MAX_HOSTNAME_CHARS = 253  # RFC 1123; llguidance limits the parts of the name only
 MAX_EXPONENT = 22  # of a number's last digit: doubles hold larger powers of ten inexactly
@@ -243,6 +244,8 @@ def _number_bound(bound: float, inward: float, is_open: bool) -> float:
     exact = nearest = Decimal(repr(bound))
     if is_open:
         nearest += Decimal(NEAREST).copy_sign(Decimal(inward))
+    elif isinstance(bound, int) and abs(bound) <= MAX_EXACT:  # 16 digits, which llguidance reads as they are
+        return bound
     rounding = ROUND_CEILING if inward > 0 else ROUND_FLOOR
     nearest = Context(MAX_DIGITS, rounding).plus(nearest)
     if nearest.adjusted() < MAX_DIGITS - MAX_EXPONENT:
