@@ -517,6 +517,24 @@ def test_an_answer_in_the_turn_in_which_its_query_ends_is_dropped() -> None:
     asyncio.run(main())
 
 
+def test_counts_asked_for_at_a_shutdown_log_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        client, _ = make(num_tokenizers=2)
+        asking, cancelled = (asyncio.create_task(client.query_counts(60)) for _ in range(2))
+        await asyncio.sleep(0)
+        client.shut_down("why")
+        cancelled.cancel()  # as the server does with requests whose answers have not begun
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        counts, complete = await asking
+        assert [process.process for process in counts] == ["api"]
+        assert not complete
+        assert idle(client)
+
+    asyncio.run(main())
+    assert caplog.records == []
+
+
 def test_many_prompts_are_sent_in_many_turns() -> None:
     async def main() -> None:
         client, (outbox,) = make(max_sequences=10_000)

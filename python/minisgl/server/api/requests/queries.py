@@ -87,3 +87,4 @@ class Queries:
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(error)
+                waiting.exception()  # or asyncio logs it if a shutdown cancels the task that asked for counts
