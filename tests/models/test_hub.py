@@ -184,7 +184,7 @@ def test_a_signal_ends_a_download_at_once(number: signal.Signals, hub: Hub, tmp_
     """The rest of the file would come only after the end of this test."""
     hub.push("o/m", SMALL)
     hub.faults["GET /o/m/.*safetensors"] = Fault(end="stall", after=50_000)
-    command = [sys.executable, "-m", "minisgl", "--model", "o/m", "--port", "0"]
+    command = [sys.executable, "-m", "minisgl", "--model", "o/m", "--uds", str(tmp_path / "socket")]
     process = subprocess.Popen(command, env=hub.environment(tmp_path), stderr=subprocess.PIPE, text=True)
     assert hub.stalled.wait(PATIENCE)
     process.send_signal(number)
@@ -192,6 +192,7 @@ def test_a_signal_ends_a_download_at_once(number: signal.Signals, hub: Hub, tmp_
     assert process.returncode == 128 + number, log
     assert "Traceback" not in log
     assert not list(tmp_path.rglob("*.incomplete"))
+    assert not (tmp_path / "socket").exists()
 
     hub.faults.clear()
     (folder,), _ = find(hub, tmp_path, "o/m")

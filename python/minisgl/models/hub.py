@@ -45,10 +45,11 @@ class ModelFolders(NamedTuple):
 
 
 @contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Let a signal end the process at once while it downloads, without the files of which it has a part.
+def ended_by_signals(*files: Path) -> Iterator[None]:
+    """Let a signal end the process at once while it downloads, and remove the files of which it has a part.
 
-    KeyboardInterrupt would wait until threads of huggingface_hub have downloaded the files that they have begun.
+    It removes `files`, too: what the process has registered for its normal end does not run. KeyboardInterrupt would
+    wait until threads of huggingface_hub have downloaded the files that they have begun.
     """
 
     def end(signum: int, _frame: object) -> None:
@@ -57,6 +58,9 @@ def ended_by_signals() -> Iterator[None]:
                 file = descriptor.readlink()
                 if _PART.search(file.name):
                     file.unlink()
+        for file in files:
+            with suppress(OSError):
+                file.unlink()
         os._exit(128 + signum)  # by its default action a signal does not end the first process of a container
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -39,11 +40,13 @@ def start(words: Sequence[str]) -> int:
             check_packages()
         if config.otlp_endpoint is not None:
             check_otel()
+        sockets: list[Path] = []
         if config.uds is None:
             listener = bind(config.host, config.port, config.http.send_timeout)
         else:
             listener = bind_unix(config.uds)
-        with ended_by_signals():
+            sockets.append(Path(config.uds))
+        with ended_by_signals(*sockets):
             folders = find()
         # An unsupported model is noticed before any process is started.
         model = load_engine_model(folders.model, config.engine)
