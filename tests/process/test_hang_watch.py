@@ -114,7 +114,7 @@ def test_a_lone_rank_is_watched_too(num_ranks: int) -> None:
 
 
 def test_a_limit_of_0_is_no_watch() -> None:
-    """As `--hang-timeout 0` says. A debugger may halt a rank for hours."""
+    """Under `--hang-timeout 0` a debugger may halt a rank for hours."""
     one = RankWatch({}, 1, 0.0)
     assert one.pause is None
     assert one.look() is None

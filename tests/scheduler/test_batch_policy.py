@@ -340,7 +340,7 @@ def test_a_long_prompt_a_flow_of_short_ones_and_a_stream(overlap: bool) -> None:
 def test_no_request_enters_beside_a_long_prompt_of_higher_priority(
     priority: int, enters: bool, beside_another: bool
 ) -> None:
-    """Also if a prompt of lower priority, which came first, is longer still."""
+    """A prompt of lower priority that came first and is longer still makes no difference."""
     world = World(batch_policy="mixed", num_pages=400, page_size=1, chunk=10)
     if beside_another:
         world.add(2, [3] * 99, max_tokens=1)

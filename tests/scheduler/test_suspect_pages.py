@@ -31,6 +31,15 @@ class Faults:
         return self._rng.random() < self.share
 
 
+def step_with_nan(world: World, seq_id: int, bad_slots: set[int]) -> None:
+    """Run a step in which the device computes NaN for this request; the device does so for all of `bad_slots`."""
+    request = world.scheduler._requests.find(seq_id)
+    assert request is not None
+    bad_slots.add(request.slot)
+    world.step()
+    bad_slots.clear()
+
+
 @pytest.mark.parametrize("options", WORLDS, ids=str)
 def test_nan_does_not_outlast_the_fault(options: dict[str, object], request: pytest.FixtureRequest) -> None:
     """Afterwards every prompt is answered: at once, or at the second try where nobody had noticed what was cached.
@@ -127,11 +136,7 @@ def test_nan_that_a_request_adds_to_proven_pages_goes_with_the_next_failure(opti
     world.run()
     world.add(2, [*good, *range(36, 49)], max_tokens=2, ignore_eos=True)
     world.step()
-    request = world.scheduler._requests.find(2)
-    assert request is not None
-    bad_slots.add(request.slot)
-    world.step()
-    bad_slots.clear()
+    step_with_nan(world, 2, bad_slots)
     world.step()  # saves the state after `good`
     world.scheduler.end(2, "abort")
     for seq_id in (3, 4, 5):
@@ -161,11 +166,7 @@ def test_nan_in_windowed_pages_of_a_prompt_under_way_goes_with_the_first_failure
     world.run()
     world.add(2, [*good, *range(20, 50), *range(40)], max_tokens=2, ignore_eos=True)
     world.step()
-    request = world.scheduler._requests.find(2)
-    assert request is not None
-    bad_slots.add(request.slot)
-    world.step()
-    bad_slots.clear()
+    step_with_nan(world, 2, bad_slots)
     for seq_id in (3, 4):
         world.add(seq_id, [*good, 49 - seq_id], max_tokens=1, ignore_eos=True)
         while seq_id not in world.ends:
@@ -207,18 +208,14 @@ def test_pages_of_a_failed_request_stay_as_long_as_others_read_them(token: str) 
     prompt, has_token = list(range(16)), token != "none"
     world.add(0, prompt, max_tokens=40, ignore_eos=True)
     world.step()
-    request = world.scheduler._requests.find(0)
-    assert request is not None
     world.add(1, [*prompt, *range(20, 30 if has_token else 99)], max_tokens=40 if has_token else 1, ignore_eos=True)
     if token != "in the same step":
         world.step()
         assert len(world.answers[1]) == has_token
-    bad_slots.add(request.slot)
-    world.step()
+    step_with_nan(world, 0, bad_slots)
     assert world.cached[1] == 16
     assert len(world.answers[1]) == {"none": 0, "in the same step": 1, "before": 2}[token]
     assert world.ends[0] == "error"
-    bad_slots.clear()
     world.add(2, [*prompt, 49], max_tokens=1, ignore_eos=True)
     world.run()
     assert (world.ends[1], world.ends[2]) == ("length", "length")

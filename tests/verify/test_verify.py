@@ -102,7 +102,7 @@ def sharp(weights: dict[str, torch.Tensor]) -> None:
 
 @pytest.fixture(params=[True, False], ids=["float32-fits", "no-float32"])
 def has_room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the weights in float32 fit into memory."""
+    """Say whether the weights in float32 fit into memory, which this fixture decides."""
     monkeypatch.setattr(oracle, "_has_room_for_float32", lambda *_: request.param)
     return bool(request.param)
 

@@ -92,7 +92,7 @@ def run_transformers(
         hidden = [_host(states[0, -TRACED:]) for states in out.hidden_states[:-1]]
         if narrow and not has_room:
             _attend_by_sdpa(model)
-            expected = [_with_rounding(one, _logits(model, one, device)) for one in expected]
+            expected = [_with_rounding(one, _logits(model, one, device), one.logits) for one in expected]
     del model, out  # frees the memory before another model is loaded
     if has_room:
         with _model(folder, torch.float32, device) as model:
@@ -182,17 +182,17 @@ def _logits(model: Any, answer: Expected, device: torch.device) -> Float32Array:
     return _host(model(torch.tensor([answer.tokens[:-1]], device=device), use_cache=False).logits[0])
 
 
-def _with_rounding(answer: Expected, others: Float32Array) -> Expected:
-    """Say how far the answer's logits are from others of transformers."""
-    rounding = max(position.rms for position in compare_rows(0, others, answer.logits))
+def _with_rounding(answer: Expected, rounded: Float32Array, exact: Float32Array) -> Expected:
+    """Return the answer with the distance of rounded logits from exact ones, or from others in the same dtype."""
+    rounding = max(position.rms for position in compare_rows(0, rounded, exact))
     return dataclasses.replace(answer, rounding=rounding)
 
 
 def _in_float32(answer: Expected, exact: Float32Array) -> Expected:
     """Put the logits in float32 in place of the answer's, and say how far those were off."""
-    rounding = max(position.rms for position in compare_rows(0, answer.logits, exact))
+    measured = _with_rounding(answer, answer.logits, exact)
     answer.logits[:] = exact
-    return dataclasses.replace(answer, rounding=rounding)
+    return measured
 
 
 def _has_room_for_float32(folder: Path, dtype: torch.dtype, device: torch.device) -> bool:
