@@ -25,6 +25,7 @@ from minisgl.attention.self_test import ROLES, Role
 from minisgl.config import ConfigError
 from minisgl.config.engine import attention_names
 from minisgl.kernel.availability import driver_missing
+from minisgl.kernel.base import LatentDims
 from minisgl.optional_packages import can_be_found, import_error
 
 HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
@@ -64,13 +65,13 @@ def test_auto_picks_the_fastest(spec: AttentionSpec, capability: tuple[int, int]
 
 
 def test_latents_are_for_their_kernels() -> None:
-    latents = AttentionSpec(16, 1, 576, 64, torch.bfloat16, latent_dim=512)
+    latents = AttentionSpec(16, 1, 576, 64, torch.bfloat16, latent=LatentDims(512, 64, 128, 128))
     assert [choose("auto", role, latents, HOPPER, candidates()) for role in ROLES] == ["latent", "latent"]
     for backend in ("fa", "fi", "varlen"):
         assert CANDIDATES[backend].unsupported(latents, HOPPER) == "it has no latent attention here"
     unsupported = {
         "it is for latent attention": SMALL,
-        "latents of 512 + 64, not of 256 in 320": replace(latents, latent_dim=256, head_dim=320),
+        "latents of 512 + 64, not of 256 + 64": replace(latents, latent=LatentDims(256, 64, 128, 128), head_dim=320),
         "it does not read latents in 8 bits": replace(latents, fp8_kv=True),
         "it is for bfloat16 and float16, not float32": replace(latents, dtype=torch.float32),
     }

@@ -18,6 +18,7 @@ from minisgl.attention.base import AttentionInputs, AttentionSpec
 from minisgl.attention.model_attention import LayerAttention, ModelAttention
 from minisgl.attention.self_test import AttentionTest, Role
 from minisgl.core import Int32Array
+from minisgl.kernel.base import LatentDims
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 FULL = AttentionSpec(num_heads=8, num_kv_heads=4, head_dim=256, page_size=16, dtype=torch.bfloat16)
@@ -199,7 +200,7 @@ def test_layers_that_upcast_share_one_buffer() -> None:
 
 
 def test_long_chunks_of_latents_after_many_tokens_run_without_graphs() -> None:
-    latents = AttentionSpec(16, 1, 576, 16, torch.float32, latent_dim=512, expanded_dims=(128, 128))
+    latents = AttentionSpec(16, 1, 576, 16, torch.float32, latent=LatentDims(512, 64, 128, 128))
     queries = np.array([1, 1, 200], dtype=np.int32)
     short, long = queries + 1000, queries + np.array([9000, 9000, 4000], dtype=np.int32)
     for spec, fits in ((latents, [True, False]), (FULL, [True, True])):

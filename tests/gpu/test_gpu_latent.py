@@ -15,7 +15,7 @@ from gpu.test_gpu_moe import in_double
 from minisgl.attention.backend_choice import CANDIDATES, make_backend
 from minisgl.attention.base import AttentionInputs, AttentionSpec, ExpandingPlan
 from minisgl.core import Int32Array
-from minisgl.kernel.base import ExpertBiases, LatentRows, Mixture, Norm, Routing
+from minisgl.kernel.base import ExpertBiases, LatentDims, LatentRows, Mixture, Norm, Routing
 from minisgl.kernel.torch_ops import TorchOps, route
 from minisgl.kvcache.kv_pool import KVPool
 from minisgl.kvcache.layout import KVLayout
@@ -31,11 +31,10 @@ class Latents:
     """A pool of random latents, and rows whose pages are anywhere in it."""
 
     def __init__(
-        self, heads: int, page_size: int, dtype: torch.dtype, longest: int, dims: tuple[int, int] | None = None
+        self, heads: int, page_size: int, dtype: torch.dtype, longest: int, expanded: tuple[int, int] = (0, 0)
     ) -> None:
-        self.spec = AttentionSpec(
-            heads, 1, RANK + ROPE, page_size, dtype, scale=192**-0.5, latent_dim=RANK, expanded_dims=dims
-        )
+        latent = LatentDims(RANK, ROPE, *expanded)  # keys and values that no backend expands have no size
+        self.spec = AttentionSpec(heads, 1, RANK + ROPE, page_size, dtype, scale=192**-0.5, latent=latent)
         self.generator = torch.Generator(DEVICE).manual_seed(heads + page_size)
         self.width = -(-longest // page_size)
         self.pool = KVPool(KVLayout(page_size, (self.spec.kv_stores(),)), 2 * self.width, DEVICE)
@@ -157,7 +156,7 @@ def test_expanded_chunks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("minisgl.attention.latent.prefill._BUFFER_BYTES", buffer_bytes)
-    world, (nope, value) = Latents(heads, 16, dtype, longest=1500, dims=dims), dims
+    world, (nope, value) = Latents(heads, 16, dtype, longest=1500, expanded=dims), dims
     if torch.cuda.get_device_capability(DEVICE) != (9, 0):
         pytest.skip("long chunks are expanded on Hopper alone")
     inputs = world.inputs(*CHUNKS[chunks])

@@ -438,7 +438,7 @@ def run_latents(dtype: torch.dtype) -> None:
     from minisgl.attention.latent.backend import LatentAttentionBackend
     from minisgl.kernel.cuda_ops import CudaOps
 
-    spec = AttentionSpec(16, 1, 576, 16, dtype, latent_dim=512, expanded_dims=(128, 128))
+    spec = AttentionSpec(16, 1, 576, 16, dtype, latent=LatentDims(512, 64, 128, 128))
     backend = LatentAttentionBackend(spec, CPU)
     pool: Any = SimpleNamespace(keys=lambda _: torch.zeros(2, 16, 1, 576, dtype=dtype))
     for query_lens in ([1] * 3, [1] * 200, [5, 1], [200, 1, 70]):  # decodes in splits or not, short chunks, long ones

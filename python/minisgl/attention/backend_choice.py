@@ -56,7 +56,7 @@ class Candidate:
 
 def preferences(role: Role, spec: AttentionSpec, capability: Capability) -> tuple[str, ...]:
     """Return the backends' names, the fastest first."""
-    if spec.latent_dim is not None:
+    if spec.latent is not None:
         return "latent", "torch"
     if capability[0] >= 10:
         return ("fused", "fi", "varlen", "torch") if role == "decode" else ("fi", "varlen", "torch")
@@ -221,7 +221,7 @@ def _varlen_unsupported(spec: AttentionSpec, capability: Capability) -> str | No
 def _unsupported(spec: AttentionSpec, head_dims: range | tuple[int, ...]) -> str | None:
     if spec.dtype not in SIXTEEN_BITS:
         return f"it is for bfloat16 and float16, not {str(spec.dtype).removeprefix('torch.')}"
-    if spec.latent_dim is not None:
+    if spec.latent is not None:
         return "it has no latent attention here"
     if spec.head_dim not in head_dims:
         return f"it has no kernels for heads of {spec.head_dim}"
@@ -255,10 +255,10 @@ def latent_unsupported(spec: AttentionSpec, capability: Capability) -> str | Non
     """Return why the kernels for latents cannot run a layer on this GPU, or None."""
     if capability[0] not in (9, 10):
         return f"it needs a GPU of compute capability 9.0 or 10.x, not {capability[0]}.{capability[1]}"
-    if spec.latent_dim is None:
+    if spec.latent is None:
         return "it is for latent attention"
-    if spec.latent_dim != 512 or spec.head_dim != 576:
-        return f"it has kernels for latents of 512 + 64, not of {spec.latent_dim} in {spec.head_dim}"
+    if (spec.latent.rank, spec.latent.rope) != (512, 64):
+        return f"it has kernels for latents of 512 + 64, not of {spec.latent.rank} + {spec.latent.rope}"
     if spec.fp8_kv:
         return "it does not read latents in 8 bits (--kv-cache-dtype fp8_e4m3)"
     if spec.dtype not in SIXTEEN_BITS:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from minisgl.core import Int32Array
+from minisgl.kernel.base import LatentDims
 from minisgl.kvcache.kv_pool import KVPool
 from minisgl.kvcache.layout import Store, paged_kv
 from minisgl.layers.layer_config import AttentionConfig, DeltaNetConfig
@@ -31,10 +32,8 @@ class AttentionSpec:
     norm_dtype: torch.dtype | None = None  # type of the norm weights of q and k, if any; None: dtype
     scale: float | None = None  # factor of q @ k; None: head_dim ** -0.5
     has_sinks: bool = False  # each head's softmax has one more score; `AttentionPlan.forward` takes it
-    latent_dim: int | None = None  # MLA: the first latent_dim dimensions of a key are its value; None: V is stored too
+    latent: LatentDims | None = None  # MLA: a key is a latent and its rope, its value the latent; None: V is stored too
     stores_kv: bool = True  # False: the layer attends to K and V that another layer stores
-    # MLA: dimensions of a head's key (without rope) and of its value, when they are expanded from a latent.
-    expanded_dims: tuple[int, int] | None = None
 
     @classmethod
     def of(
@@ -59,9 +58,8 @@ class AttentionSpec:
             norm_dtype=norm_dtype,
             scale=config.scale,
             has_sinks=config.has_sinks,
-            latent_dim=None if config.latent is None else config.latent.kv_rank,
+            latent=None if config.latent is None else config.latent.dims,
             stores_kv=config.kv_of is None,
-            expanded_dims=None if config.latent is None else (config.latent.nope_dim, config.latent.value_dim),
         )
 
     @property
@@ -82,7 +80,7 @@ class AttentionSpec:
     def kv_stores(self, dtype: torch.dtype | None = None) -> tuple[Store, ...]:
         """Return the stores of the layer's tokens, in `kv_dtype` or another dtype: K and V, or one latent for both."""
         stores = paged_kv(self.num_kv_heads, self.head_dim, dtype or self.kv_dtype)
-        return stores if self.latent_dim is None else stores[:1]
+        return stores if self.latent is None else stores[:1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +129,7 @@ class AttentionPlan(Protocol):
     """One step's attention in the layers of one spec, made by their backend's `plan`."""
 
     def forward(self, layer: int, q: Tensor, kv: KVPool, sinks: Tensor | None = None) -> Tensor:
-        """Attend with q [T, heads, head_dim] to the layer's pages; return [T, heads, head_dim, or latent_dim].
+        """Attend with q [T, heads, head_dim] to the layer's pages; return [T, heads, head_dim, or the latent's rank].
 
         A query at position i attends to the positions j <= i; if the spec has a window, only to j > i - window.
         `sinks` [heads], if the spec has them: one more score per head, whose value is 0. K and V of the step's own

@@ -84,7 +84,7 @@ class ModelAttention:
         In a graph latent attention is absorbed. For long chunks after many cached tokens, this costs more than the
         launches of a step without a graph.
         """
-        if all(layer.spec.expanded_dims is None for layer in self.layers):
+        if all(layer.spec.latent is None for layer in self.layers):
             return True
         scores = query_lens.astype(np.int64) * kv_lens
         return int(scores[query_lens >= MIN_EXPANDED].sum()) <= _MAX_ABSORBED
@@ -126,7 +126,7 @@ class ModelAttention:
             layer: plan
             for layer, plan in plans.items()
             # isinstance with a protocol takes the host some 30 us, so the cheaper condition comes first.
-            if self._attending[layer].spec.expanded_dims is not None and isinstance(plan, ExpandingPlan)
+            if self._attending[layer].spec.latent is not None and isinstance(plan, ExpandingPlan)
         }
 
     def capture_decode(self, rows: int) -> CapturedDecode:

@@ -13,6 +13,7 @@ from torch import Tensor
 from minisgl.attention.backends.torch_backend import TorchAttention
 from minisgl.attention.base import AttentionBackend, AttentionInputs, AttentionSpec, ExpandingPlan
 from minisgl.error_text import summary
+from minisgl.kernel.base import LatentDims
 from minisgl.kvcache.kv_pool import KVPool
 from minisgl.kvcache.layout import KVLayout
 
@@ -34,11 +35,11 @@ class AttentionTest:
 
     def __init__(self, spec: AttentionSpec, device: torch.device, role: Role = "decode") -> None:
         generator = torch.Generator(device).manual_seed(0)
-        longest = _PAGES_OF_ROW * max(spec.page_size, 16 if spec.expanded_dims is None else 32)
+        longest = _PAGES_OF_ROW * max(spec.page_size, 16 if spec.latent is None else 32)
         width = -(-longest // spec.page_size)
         self.spec = spec
         self.kv_lens = np.array([longest - 3, 1, 17], dtype=np.int32)
-        chunk = 20 if spec.expanded_dims is None else 70
+        chunk = 20 if spec.latent is None else 70
         self.query_lens = np.array([1, 1, 1] if role == "decode" else [chunk, 1, 17], dtype=np.int32)
         layout = KVLayout(spec.page_size, (spec.kv_stores(),), spec.kv_stores(spec.dtype) if spec.fp8_kv else ())
         self.pool = KVPool(layout, 3 * width, device)
@@ -57,8 +58,8 @@ class AttentionTest:
         width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         self.sinks = torch.linspace(-2, 4, spec.num_heads, device=device).to(spec.dtype) if spec.has_sinks else None
         self.qkv = torch.randn(int(starts[-1]), width, device=device, generator=generator).to(spec.dtype)
-        if spec.expanded_dims is not None:
-            self.q[..., spec.expanded_dims[0] : spec.latent_dim] = 0
+        if spec.latent is not None:
+            self.q[..., spec.latent.nope : spec.latent.rank] = 0
 
     @property
     def q(self) -> Tensor:
@@ -69,12 +70,12 @@ class AttentionTest:
     def run(self, backend: AttentionBackend) -> Tensor:
         """Return the backend's answer, [T, heads, head_dim or fewer]."""
         plan = backend.plan(self.inputs)
-        if isinstance(plan, ExpandingPlan):
-            return self._run_expanded(plan)
+        if self.spec.latent is not None and isinstance(plan, ExpandingPlan):
+            return self._run_expanded(plan, self.spec.latent)
         return plan.forward(0, self.q, self.pool, self.sinks)
 
-    def _run_expanded(self, plan: ExpandingPlan) -> Tensor:
-        (nope, value), rank = self.spec.expanded_dims or (0, 0), self.spec.latent_dim or 0
+    def _run_expanded(self, plan: ExpandingPlan, dims: LatentDims) -> Tensor:
+        rank, _, nope, value = dims
         q, device = self.q, self.qkv.device
         tokens, heads, _ = q.shape
         both = torch.cat((q[..., :nope].flatten(1), q[..., rank:].flatten(1)), dim=1)

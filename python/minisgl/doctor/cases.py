@@ -88,7 +88,7 @@ def run_experts(ops: Ops, form: LevelFormat, device: torch.device, dtype: torch.
 
 
 def run_attention(name: str, shape: AttentionSpec, device: torch.device) -> tuple[Tensor, Tensor]:
-    trial = AttentionTest(shape, device, "decode" if shape.latent_dim is None else "prefill")
+    trial = AttentionTest(shape, device, "decode" if shape.latent is None else "prefill")
     have = trial.run(make_backend(name, shape, device))
     return have, trial.right(trial.q)[..., : have.shape[-1]]
 

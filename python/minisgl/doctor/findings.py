@@ -17,6 +17,7 @@ from minisgl.attention.self_test import ROLES
 from minisgl.doctor.cases import run_attention, run_experts, run_fused, run_int4, run_levels, run_ops, run_sampler
 from minisgl.error_text import summary
 from minisgl.kernel.availability import kernels_missing, make_ops
+from minisgl.kernel.base import LatentDims
 from minisgl.kernel.cpu.compile import CompilationError
 from minisgl.kernel.cpu.int4 import load_int4_linear
 from minisgl.quantization.levels import LevelFormat
@@ -24,7 +25,7 @@ from minisgl.quantization.rounding import INT4_FORMAT
 
 TOLERANCE = 2e-2  # relative to the norm of a result in bf16
 _LATENTS = AttentionSpec(  # DeepSeek-V2-Lite's
-    16, 1, 576, 16, torch.bfloat16, scale=192**-0.5, latent_dim=512, expanded_dims=(128, 128)
+    16, 1, 576, 16, torch.bfloat16, scale=192**-0.5, latent=LatentDims(rank=512, rope=64, nope=128, value=128)
 )
 _EXPERT_FORMATS = (LevelFormat("fp8", 128), LevelFormat("int4", 128, zeros=True), LevelFormat("mxfp4", 32))
 _FORMATS = (

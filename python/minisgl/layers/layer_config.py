@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from minisgl.kernel.base import Activation, ExpertActivation, Routing
+from minisgl.kernel.base import Activation, ExpertActivation, LatentDims, Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +105,11 @@ class LatentConfig:
     rope_dim: int  # dimensions of a head's query and key with a rope
     value_dim: int  # dimensions of a head's value
     q_rank: int | None  # size between the two matrices that compute the queries; None: one matrix does
+
+    @property
+    def dims(self) -> LatentDims:
+        """Return the sizes that kernels and attention depend on."""
+        return LatentDims(self.kv_rank, self.rope_dim, self.nope_dim, self.value_dim)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from minisgl.context import ForwardContext
 from minisgl.distributed import TPGroup
-from minisgl.kernel.base import KernelNeeds, LatentDims, Ops, Product
+from minisgl.kernel.base import KernelNeeds, Ops, Product
 from minisgl.layers.delta_net import GatedDeltaNet
 from minisgl.layers.embedding import LMHead, VocabEmbedding
 from minisgl.layers.layer_config import DeltaNetConfig
@@ -98,11 +98,7 @@ class DecoderModel(Model):
             kv_dtype=kv_dtype,
             norm_dtype=self.model.norm.weight.dtype,
             head_dims=frozenset(one.head_dim for one in self.config.attentions if one.latent is None),
-            latents=frozenset(
-                LatentDims(one.latent.kv_rank, one.latent.rope_dim, one.latent.nope_dim, one.latent.value_dim)
-                for one in self.config.attentions
-                if one.latent
-            ),
+            latents=frozenset(one.latent.dims for one in self.config.attentions if one.latent is not None),
             products=frozenset(products),
             experts=frozenset(kinds.values()),
             delta_taps=frozenset(

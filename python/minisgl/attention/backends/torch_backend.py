@@ -75,7 +75,7 @@ class TorchPlan:
 
     def forward(self, layer: int, q: Tensor, kv: KVPool, sinks: Tensor | None = None) -> Tensor:
         y = self._attend(q, kv.keys(layer), kv.values(layer), sinks)
-        return y if self.spec.latent_dim is None else y[..., : self.spec.latent_dim]
+        return y if self.spec.latent is None else y[..., : self.spec.latent.rank]
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
         scale = self.spec.softmax_scale
@@ -105,7 +105,7 @@ class TorchAttention:
         With sinks, latents and large heads they are always stored.
         """
         self.spec = spec
-        self._stores_scores = spec.has_sinks or spec.latent_dim is not None or spec.head_dim > _LARGEST_HEAD
+        self._stores_scores = spec.has_sinks or spec.latent is not None or spec.head_dim > _LARGEST_HEAD
         self._max_scores = min(max_scores or _MAX_SCORES, _MAX_SCORES) if self._stores_scores else max_scores
 
     def plan(self, inputs: AttentionInputs) -> TorchPlan:

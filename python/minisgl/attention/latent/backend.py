@@ -47,33 +47,37 @@ class LatentAttentionBackend:
     reads_whole_pages = False
 
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
-        self._spec = spec
+        if spec.latent is None:
+            raise ValueError("the layers' attention is not latent")
+        self._spec, self._dims = spec, spec.latent
         self._compiler = Compiler(device)
-        self._expands = expands(spec, self._compiler)
+        self._expands = expands(self._dims, spec.dtype, self._compiler)
 
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
         if inputs.graph_tokens is None and int(inputs.query_lens.max()) == 1:
-            return LatentQueries(self._spec, inputs.kv_lens_device, inputs.page_table, None, self._compiler)
-        every = self._queries(inputs)
+            return self._queries(inputs.kv_lens_device, inputs.page_table, None)
+        every = self._tokens(inputs)
         long = inputs.query_lens >= MIN_EXPANDED
         if inputs.graph_tokens is not None or not self._expands or not long.any():
             return every
-        chunks = plan_chunks(self._spec, self._compiler, inputs, np.flatnonzero(long).astype(np.int32))
+        chunks = plan_chunks(self._spec, self._dims, self._compiler, inputs, np.flatnonzero(long).astype(np.int32))
         return LatentStep(every, chunks, None if long.all() else self._absorbed(every, inputs, long))
 
-    def _queries(self, inputs: AttentionInputs) -> LatentQueries:
+    def _tokens(self, inputs: AttentionInputs) -> LatentQueries:
         """Return a step's tokens as rows of one query."""
         tokens = inputs.graph_tokens or int(inputs.query_lens.sum())
         ends, token = inputs.query_starts[1:], torch.arange(tokens, dtype=torch.int32, device=inputs.page_table.device)
         rows = torch.searchsorted(ends, token, right=True, out_int32=True)
         # A graph's padding tokens form one long row, whose first tokens would see no key.
         lengths = (inputs.kv_lens_device[rows] - (ends[rows] - 1 - token)).clamp_(min=1)
-        return LatentQueries(self._spec, lengths, inputs.page_table, rows, self._compiler)
+        return self._queries(lengths, inputs.page_table, rows)
 
     def _absorbed(self, every: LatentQueries, inputs: AttentionInputs, long: np.ndarray) -> AbsorbedTokens:
         """Return the tokens of the rows that are not `long`, and their plan."""
         indices = np.flatnonzero(np.repeat(~long, inputs.query_lens))
         tokens = upload(indices, inputs.page_table.device)
         rows = None if every.table_rows is None else every.table_rows[tokens]
-        plan = LatentQueries(self._spec, every.lengths[tokens], every.page_table, rows, self._compiler)
-        return AbsorbedTokens(tokens, plan)
+        return AbsorbedTokens(tokens, self._queries(every.lengths[tokens], every.page_table, rows))
+
+    def _queries(self, lengths: Tensor, page_table: Tensor, table_rows: Tensor | None) -> LatentQueries:
+        return LatentQueries(self._spec, self._dims, lengths, page_table, table_rows, self._compiler)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import AttentionSpec
+from minisgl.kernel.base import LatentDims
 from minisgl.kernel.launch.compile import Compiler
 from minisgl.kernel.launch.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.kvcache.kv_pool import KVPool
@@ -30,14 +31,16 @@ class LatentQueries:
     """Implements attention.base.AttentionPlan for Q queries."""
 
     spec: AttentionSpec
+    dims: LatentDims
     lengths: Tensor  # [Q] int32: positions that each query sees
     page_table: Tensor  # [rows, pages] int32
     table_rows: Tensor | None  # [Q] int32: each query's row of the page table; None: query i has row i
     compiler: Compiler
 
     def forward(self, layer: int, q: Tensor, kv: KVPool, sinks: Tensor | None = None) -> Tensor:  # noqa: ARG002
-        queries, heads, _ = q.shape
-        blocks, rank = -(-heads // _BLOCK_HEADS), self.spec.latent_dim or 0
+        (queries, heads, _), rank = q.shape, self.dims.rank
+        kind = self.dims, self.spec.dtype, self.spec.page_size
+        blocks = -(-heads // _BLOCK_HEADS)
         splits = max(min(self.compiler.num_sms // (queries * blocks), _MAX_SPLITS), 1)
         out = q.new_empty((queries, heads, rank))
         partial: Tensor | None = None
@@ -45,7 +48,7 @@ class LatentQueries:
         if splits > 1:
             partial = torch.empty((queries, heads, splits, rank), dtype=torch.float32, device=q.device)
             weights = torch.empty((queries, heads, splits), dtype=torch.float32, device=q.device)
-        decode = self.compiler.kernel(_spec, "latent_decode", self.spec)
+        decode = self.compiler.kernel(_spec, "latent_decode", *kind)
         decode(
             (queries * splits, blocks),
             _THREADS,
@@ -62,8 +65,8 @@ class LatentQueries:
             weights=weights,
             out=out,
         )
-        if partial is not None and weights is not None:
-            merge = self.compiler.kernel(_spec, "latent_merge", self.spec)
+        if splits > 1:
+            merge = self.compiler.kernel(_spec, "latent_merge", *kind)
             merge(
                 (queries * heads,),
                 rank // 4 * (_MERGERS if splits > _MERGERS else 1),
@@ -77,9 +80,9 @@ class LatentQueries:
         return out
 
 
-def _spec(kernel: str, spec: AttentionSpec) -> KernelSpec:
-    rank, rope = spec.latent_dim or 0, spec.head_dim - (spec.latent_dim or 0)
-    macros: Macros = {"SCALAR": SCALAR_NAMES[spec.dtype], "RANK": rank, "ROPE": rope, "PAGE_SIZE": spec.page_size}
+def _spec(kernel: str, dims: LatentDims, dtype: torch.dtype, page_size: int) -> KernelSpec:
+    rank, rope, _, _ = dims
+    macros: Macros = {"SCALAR": SCALAR_NAMES[dtype], "RANK": rank, "ROPE": rope, "PAGE_SIZE": page_size}
     shared = 0
     if kernel == "latent_decode":  # struct Shared of latent_decode.cu
         rows, shares = _STAGES * _TILE * (rank + rope + 8), _BLOCK_HEADS * (_TILE + 8)

@@ -17,6 +17,7 @@ from torch import Tensor
 from minisgl.attention.base import AttentionInputs, AttentionSpec
 from minisgl.attention.latent.key_blocks import TILE_QUERIES, key_blocks
 from minisgl.core import Int32Array
+from minisgl.kernel.base import LatentDims
 from minisgl.kernel.launch.compile import Compiler, tensor_map
 from minisgl.kernel.launch.signature import SCALAR_NAMES, KernelSpec, Launcher, Macros
 from minisgl.uploads import upload
@@ -76,16 +77,18 @@ class ExpandedChunks:
             )
 
 
-def expands(spec: AttentionSpec, compiler: Compiler) -> bool:
+def expands(dims: LatentDims, dtype: torch.dtype, compiler: Compiler) -> bool:
     """Return True if the kernel supports these heads and this GPU."""
-    nope, value = spec.expanded_dims or (0, 0)
-    return compiler.arch == 90 and nope > 0 and nope % 64 == 0 and value > 0 and value % 128 == 0 and _tile(spec) > 0
+    whole = dims.nope > 0 and dims.nope % 64 == 0 and dims.value > 0 and dims.value % 128 == 0
+    return compiler.arch == 90 and whole and _tile(dims, dtype) > 0
 
 
-def plan_chunks(spec: AttentionSpec, compiler: Compiler, inputs: AttentionInputs, rows: Int32Array) -> ExpandedChunks:
+def plan_chunks(
+    spec: AttentionSpec, dims: LatentDims, compiler: Compiler, inputs: AttentionInputs, rows: Int32Array
+) -> ExpandedChunks:
     """Plan the chunks of these rows of a step."""
-    device, size, tile = inputs.page_table.device, spec.page_size, _tile(spec)
-    width = spec.num_heads * sum(spec.expanded_dims or ())
+    device, size, tile = inputs.page_table.device, spec.page_size, _tile(dims, spec.dtype)
+    width = spec.num_heads * (dims.nope + dims.value)
     max_keys = max(_BUFFER_BYTES // (width * spec.dtype.itemsize), 8 * TILE_QUERIES)
     divided = list(key_blocks(rows, inputs.query_lens, inputs.kv_lens, max_keys))
     most = max(len(block.rows) for block in divided)
@@ -101,29 +104,28 @@ def plan_chunks(spec: AttentionSpec, compiler: Compiler, inputs: AttentionInputs
         blocks.append(ExpandedKeys(kv_indices, upload(block.items, device), *parts, maps))
     tokens, merges = int(inputs.query_lens.sum()), any(block.merges for block in divided)
     sums = torch.empty((tokens, spec.num_heads), dtype=torch.float32, device=device) if merges else None
-    return ExpandedChunks(blocks, sums, compiler.kernel(_spec, spec), spec.softmax_scale)
+    return ExpandedChunks(blocks, sums, compiler.kernel(_spec, dims, spec.dtype), spec.softmax_scale)
 
 
-def _shared_bytes(spec: AttentionSpec, tile: int) -> int:
+def _shared_bytes(dims: LatentDims, dtype: torch.dtype, tile: int) -> int:
     """Return the kernel's shared memory: queries, and stages of keys and values."""
-    nope, value = spec.expanded_dims or (0, 0)
-    key = nope + spec.head_dim - (spec.latent_dim or 0)
-    return (TILE_QUERIES * key + _STAGES * tile * (key + value)) * spec.dtype.itemsize
+    key = dims.nope + dims.rope
+    return (TILE_QUERIES * key + _STAGES * tile * (key + dims.value)) * dtype.itemsize
 
 
-def _tile(spec: AttentionSpec) -> int:
+def _tile(dims: LatentDims, dtype: torch.dtype) -> int:
     """Return the keys of a tile; 0 if none fits."""
-    return next((tile for tile in (128, 64) if _shared_bytes(spec, tile) <= _SHARED_BYTES), 0)
+    return next((tile for tile in (128, 64) if _shared_bytes(dims, dtype, tile) <= _SHARED_BYTES), 0)
 
 
-def _spec(spec: AttentionSpec) -> KernelSpec:
-    (nope, value), rank = spec.expanded_dims or (0, 0), spec.latent_dim or 0
+def _spec(dims: LatentDims, dtype: torch.dtype) -> KernelSpec:
+    tile = _tile(dims, dtype)
     macros: Macros = {
-        "SCALAR": SCALAR_NAMES[spec.dtype],
-        "RANK": rank,
-        "ROPE": spec.head_dim - rank,
-        "NOPE": nope,
-        "VALUE": value,
-        "TILE": _tile(spec),
+        "SCALAR": SCALAR_NAMES[dtype],
+        "RANK": dims.rank,
+        "ROPE": dims.rope,
+        "NOPE": dims.nope,
+        "VALUE": dims.value,
+        "TILE": tile,
     }
-    return KernelSpec("latent_prefill.cu", "latent_prefill", macros, shared_bytes=_shared_bytes(spec, _tile(spec)))
+    return KernelSpec("latent_prefill.cu", "latent_prefill", macros, shared_bytes=_shared_bytes(dims, dtype, tile))
