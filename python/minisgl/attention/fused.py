@@ -17,9 +17,8 @@ from minisgl.attention.base import AttentionSpec
 from minisgl.attention.decode_splits import VALUE_DIM, DecodeSplits, decode_splits
 from minisgl.kernel.base import Heads
 from minisgl.kernel.gemm.fp8_rows import GROUP, Fp8Rows, empty_rows
-from minisgl.kernel.gemm.small_batch_gemm import MAX_ROWS
 from minisgl.kernel.launch.compile import Compiler
-from minisgl.kernel.launch.signature import SCALAR_NAMES, KernelSpec, Macros
+from minisgl.kernel.launch.signature import MAX_EARLY_ROWS, SCALAR_NAMES, KernelSpec, Macros
 
 _MAX_CLUSTER = 8  # blocks of a cluster, on every GPU that has clusters
 _TILE = 16  # tokens of a tile, as in decode_attention.cu
@@ -203,5 +202,5 @@ class FusedRows:
             records=self.records,
             counters=self.counters,
             cluster=splits.cluster,
-            early=rows <= MAX_ROWS,
+            early=rows <= MAX_EARLY_ROWS,
         )

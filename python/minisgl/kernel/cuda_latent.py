@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from minisgl.kernel.base import LatentDims, LatentRows
-from minisgl.kernel.gemm.small_batch_gemm import MAX_ROWS
 from minisgl.kernel.launch.compile import Compiler
-from minisgl.kernel.launch.signature import SCALAR_NAMES, KernelSpec, Macros
+from minisgl.kernel.launch.signature import MAX_EARLY_ROWS, SCALAR_NAMES, KernelSpec, Macros
 
 _THREADS = 256
 _TOKENS = 8  # most tokens of latent_query and latent_values, as in latent.cu
@@ -64,7 +63,7 @@ class CudaLatent:
             token_stride=rotated.stride(0),
             head_stride=rotated.stride(1),
             num_heads=heads,
-            early=tokens <= MAX_ROWS,
+            early=tokens <= MAX_EARLY_ROWS,
         )
 
     def query(self, rows: LatentRows, q_nope: Tensor, q_rope: Tensor, keys: Tensor) -> Tensor:

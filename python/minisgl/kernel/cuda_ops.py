@@ -31,9 +31,9 @@ from minisgl.kernel.gemm.cuda_weights import Fp8BlockWeight, Fp8Weight, Quantize
 from minisgl.kernel.gemm.fp8_gemm import Fp8Gemm, fp8_matrix
 from minisgl.kernel.gemm.quantized_gemm import QuantizedGemm
 from minisgl.kernel.gemm.skinny_gemm import SkinnyGemm
-from minisgl.kernel.gemm.small_batch_gemm import MAX_ROWS, SmallBatchGemm
+from minisgl.kernel.gemm.small_batch_gemm import SmallBatchGemm
 from minisgl.kernel.launch.compile import Compiler
-from minisgl.kernel.launch.signature import SCALAR_NAMES, VECTOR_BYTES, KernelSpec, Macros
+from minisgl.kernel.launch.signature import MAX_EARLY_ROWS, SCALAR_NAMES, VECTOR_BYTES, KernelSpec, Macros
 from minisgl.kernel.torch_ops import DenseWeight, TorchOps, latent_query, latent_values
 from minisgl.quantization.gpu_layout import pack_levels
 from minisgl.quantization.levels import LevelFormat, Levels
@@ -112,7 +112,7 @@ class CudaOps:
             out=out,
             H=size,
             eps=norm.eps,
-            early=rows <= MAX_ROWS,
+            early=rows <= MAX_EARLY_ROWS,
         )
         return out
 
@@ -142,7 +142,7 @@ class CudaOps:
             normed=normed,
             H=size,
             eps=norm.eps,
-            early=rows <= MAX_ROWS,
+            early=rows <= MAX_EARLY_ROWS,
         )
         return residual, *(() if normed is None else normed)
 
@@ -213,7 +213,7 @@ class CudaOps:
             out=out,
             I=width,
             parts=parts,
-            early=tokens <= MAX_ROWS,
+            early=tokens <= MAX_EARLY_ROWS,
         )
         return out
 
@@ -246,7 +246,7 @@ class CudaOps:
             num_kv_heads=heads.num_kv_heads,
             eps=0.0 if heads.q_norm is None else heads.q_norm.eps,
             v_eps=-1.0 if heads.v_eps is None else heads.v_eps,
-            early=tokens <= MAX_ROWS,
+            early=tokens <= MAX_EARLY_ROWS,
         )
         return q
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple, TypeAlias
 
-from minisgl.kernel.launch.signature import SHARED_BEFORE_ATTENTION
+from minisgl.kernel.launch.signature import MAX_EARLY_ROWS, SHARED_BEFORE_ATTENTION
 from minisgl.quantization.gpu_layout import BITS, TILE
 from minisgl.quantization.levels import Kind
 
@@ -22,7 +22,6 @@ _MIN_STAGES = 3  # of quantized_gemm.cu: one is given back while the next one is
 _MAX_STAGES = 16
 _RING_BEFORE_ATTENTION = 110 << 10
 _SHARED_BEFORE_ATTENTION_OF_SOME = 164 << 10  # more than _FEW_ROWS
-_MOST_EARLY_ROWS = 64  # of steps whose attention begins early
 BANDWIDTH = 4.2e6  # bytes a microsecond
 _EMPTY = 0.4  # share of the memory's time that is lost if the last wave is not full
 # Share of the multiprocessors that clusters of four can fill, because each must lie within one GPC of the GPU.
@@ -249,7 +248,7 @@ def choose_fp8_tiling(
 
 def _sm_shared_bytes(rows: int) -> int:
     """Return the SM's shared memory with which attention of this many rows is fastest; 0: it does not begin early."""
-    if rows > _MOST_EARLY_ROWS:
+    if rows > MAX_EARLY_ROWS:
         return 0
     return SHARED_BEFORE_ATTENTION if rows <= _FEW_ROWS else _SHARED_BEFORE_ATTENTION_OF_SOME
 

@@ -10,12 +10,9 @@ from torch import Tensor
 
 from minisgl.kernel.base import Activation, Product
 from minisgl.kernel.launch.compile import Compiler, tensor_map
-from minisgl.kernel.launch.signature import SCALAR_NAMES, SHARED_BEFORE_ATTENTION, KernelSpec, Macros
+from minisgl.kernel.launch.signature import MAX_EARLY_ROWS, SCALAR_NAMES, SHARED_BEFORE_ATTENTION, KernelSpec, Macros
 
-# With more rows cuBLAS is as fast or faster. Its kernels do not use programmatic dependent launch: they neither begin
-# early nor let their successors begin early. Using it only for the kernels between them makes a step 0.6% longer, so in
-# a step with more rows no kernel begins early.
-MAX_ROWS = 64
+MAX_ROWS = MAX_EARLY_ROWS  # with more, cuBLAS is as fast or faster
 _MIN_ROWS = 9  # skinny_gemm.py has fewer, and up to 16 with small weights
 _X_ROWS = 32, MAX_ROWS  # rows of x in a stage
 _BLOCK_K = 64  # columns of a stage, as in small_batch_gemm.cu
