@@ -140,14 +140,14 @@ def test_products(ops: Ops, dtype: torch.dtype, rows: int, size: int, width: int
 @pytest.mark.parametrize("num_sms", [78, 114, 132, 148])
 def test_products_are_divided_for_any_number_of_multiprocessors(num_sms: int) -> None:
     """No block has more than 256 rows of a weight, and one wave of blocks has all rows if this limit allows it."""
-    from minisgl.kernel.gemm.small_batch_gemm import _kind
+    from minisgl.kernel.gemm.small_batch_gemm import choose_tiling
 
     for width, size, gate in [(4096, 1024, None), (7168, 5120, None), (5120, 17408, None), (34816, 5120, "silu")]:
-        kind = _kind(torch.bfloat16, 64, width, size, num_sms, gate=gate, before_attention=False)
-        assert 32 <= kind.block_n <= 256
-        assert kind.stages >= 2
+        tiling = choose_tiling(torch.bfloat16, 64, width, size, num_sms, gate=gate, before_attention=False)
+        assert 32 <= tiling.block_n <= 256
+        assert tiling.stages >= 2
         if width * size > 1 << 23:
-            assert kind.block_n >= 128 or -(-width // kind.block_n) * kind.split <= num_sms * kind.blocks
+            assert tiling.block_n >= 128 or -(-width // tiling.block_n) * tiling.split <= num_sms * tiling.blocks
 
 
 @pytest.mark.parametrize(
@@ -160,10 +160,11 @@ def test_products_are_divided_for_any_number_of_multiprocessors(num_sms: int) ->
     ],
 )
 def test_products_of_a_row_are_divided_as_measured_on_an_h200(width: int, size: int, cluster: int, stages: int) -> None:
-    from minisgl.kernel.gemm.skinny_gemm import _kind
+    from minisgl.kernel.gemm.skinny_gemm import Gpu, choose_tiling
 
-    kind = _kind(torch.bfloat16, 1, width, size, (2, 8), 132, 222 << 10, norm=True, gate=None, before_attention=False)
-    assert (kind.block_n, kind.cluster, kind.stages) == (64, cluster, stages)
+    h200 = Gpu(num_sms=132, has_clusters=True, ring_bytes=222 << 10)
+    tiling = choose_tiling(h200, torch.bfloat16, 1, width, size, norm=True)
+    assert (tiling.block_n, tiling.cluster, tiling.stages) == (64, cluster, stages)
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -18,7 +18,7 @@ _MAX_ROWS = 16  # most rows of x for a small weight
 _MAX_ROWS_OF_LARGE = 8  # beyond, small_batch_gemm.py or cuBLAS is faster
 _THREADS = 128  # threads per block, as in skinny_gemm.cu
 _STAGE = 4096  # values of a weight in a stage, as in skinny_gemm.cu
-_CLUSTERS = (2, 8)  # the fewest and the most blocks of a cluster; GPUs before Hopper have none
+_CLUSTERS = 2, 4, 8  # blocks of a cluster for a large weight; GPUs before Hopper have none
 _STAGES = 7, 5  # for a large weight, in order of preference; the first is also the most for a small one
 _FEW_STAGES = 4  # if neither is fast enough: more blocks then run at a time
 _IN_FLIGHT = 128 << 10  # bytes in flight to a multiprocessor that keep the memory busy
@@ -29,8 +29,16 @@ _STATIC_BYTES = 5 << 10  # most shared memory besides the ring
 _RING_BEFORE_ATTENTION = 56 << 10  # most bytes of the ring, so that early blocks of attention fit too
 
 
-class _Kind(NamedTuple):
-    """Macros of skinny_gemm.cu, and further launch parameters."""
+class Gpu(NamedTuple):
+    """Facts of a GPU that the tiling depends on."""
+
+    num_sms: int
+    has_clusters: bool
+    ring_bytes: int  # most shared memory for the ring of a block
+
+
+class Tiling(NamedTuple):
+    """Division of a product among blocks: macros of skinny_gemm.cu, and further launch parameters."""
 
     dtype: torch.dtype
     max_rows: int  # most rows of x
@@ -48,17 +56,17 @@ class SkinnyGemm:
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
         ring_bytes = compiler.block_shared_bytes - _STATIC_BYTES
-        self._gpu = _CLUSTERS if compiler.arch >= 90 else (1, 1), compiler.num_sms, ring_bytes  # arguments of `_kind`
+        self._gpu = Gpu(compiler.num_sms, compiler.arch >= 90, ring_bytes)
 
     def begin_compiling(self, dtype: torch.dtype, products: Iterable[Product], *, norms_late: bool) -> None:
         """Begin to compile the kernels of these products for any number of rows. `norms_late`: with their norms."""
-        kinds = {
-            _kind(
+        tilings = {
+            choose_tiling(
+                self._gpu,
                 dtype,
                 rows,
                 width,
                 size,
-                *self._gpu,
                 norm=norm and norms_late,
                 gate=gate,
                 before_attention=norm and gate is None,
@@ -67,7 +75,7 @@ class SkinnyGemm:
             for rows in (8, _MAX_ROWS)
             if _supports(dtype, rows, width, size)
         }
-        self._compiler.begin(map(_spec, kinds))
+        self._compiler.begin(map(_spec, tilings))
 
     def supports(self, x: Tensor, weight: Tensor) -> bool:
         """Return True if x [M, K] @ weight [N, K]^T is a product that the kernel is for."""
@@ -94,12 +102,12 @@ class SkinnyGemm:
         if out is None:
             out = x.new_empty((rows, width if gate is None else width // 2))
         has_norm = norm is not None
-        kind = _kind(
-            x.dtype, rows, width, size, *self._gpu, norm=has_norm, gate=gate, before_attention=before_attention
+        tiling = choose_tiling(
+            self._gpu, x.dtype, rows, width, size, norm=has_norm, gate=gate, before_attention=before_attention
         )
-        kernel = self._compiler.kernel(_spec, kind)
+        kernel = self._compiler.kernel(_spec, tiling)
         kernel(
-            (1, -(-width // kind.block_n)),
+            (1, -(-width // tiling.block_n)),
             _THREADS,
             x=x,
             norm=None if norm is None else norm.weight,
@@ -111,7 +119,7 @@ class SkinnyGemm:
             M=rows,
             N=width,
             K=size,
-            cluster=kind.cluster,
+            cluster=tiling.cluster,
         )
         return out
 
@@ -132,10 +140,10 @@ class SkinnyGemm:
     ) -> None:
         """Send x [M, K] @ weight [N, K]^T to all ranks, as this rank's part of an all-reduce (csrc/push.cuh)."""
         (rows, size), width = x.shape, len(weight)
-        kind = _kind(x.dtype, rows, width, size, *self._gpu, norm=False, gate=None, before_attention=False)
-        kernel = self._compiler.kernel(_push_spec, kind, ranks)
+        tiling = choose_tiling(self._gpu, x.dtype, rows, width, size)
+        kernel = self._compiler.kernel(_push_spec, tiling, ranks)
         kernel(
-            (1, -(-width // kind.block_n)),
+            (1, -(-width // tiling.block_n)),
             _THREADS,
             x=x,
             weight=weight,
@@ -146,7 +154,7 @@ class SkinnyGemm:
             M=rows,
             N=width,
             K=size,
-            cluster=kind.cluster,
+            cluster=tiling.cluster,
         )
 
 
@@ -160,68 +168,68 @@ def _supports(dtype: torch.dtype, rows: int, width: int, size: int) -> bool:
     )
 
 
-def _spec(kind: _Kind) -> KernelSpec:
+def _spec(tiling: Tiling) -> KernelSpec:
     macros: Macros = {
-        "SCALAR": SCALAR_NAMES[kind.dtype],
-        "M_MAX": kind.max_rows,
-        "BLOCK_N": kind.block_n,
-        "CLUSTER": kind.cluster,
-        "STAGES": kind.stages,
-        "NORM": int(kind.norm),
-        "GATED": int(kind.gate is not None),
-        "GELU_TANH": int(kind.gate == "gelu_tanh"),
+        "SCALAR": SCALAR_NAMES[tiling.dtype],
+        "M_MAX": tiling.max_rows,
+        "BLOCK_N": tiling.block_n,
+        "CLUSTER": tiling.cluster,
+        "STAGES": tiling.stages,
+        "NORM": int(tiling.norm),
+        "GATED": int(tiling.gate is not None),
+        "GELU_TANH": int(tiling.gate == "gelu_tanh"),
     }
     return KernelSpec(
         "skinny_gemm.cu",
         "skinny_gemm",
         macros,
-        shared_bytes=kind.stages * _stage_bytes(kind.block_n, kind.max_rows, norm=kind.norm),
-        sm_shared_bytes=SHARED_BEFORE_ATTENTION if kind.before_attention else 0,
+        shared_bytes=tiling.stages * _stage_bytes(tiling.block_n, tiling.max_rows, norm=tiling.norm),
+        sm_shared_bytes=SHARED_BEFORE_ATTENTION if tiling.before_attention else 0,
     )
 
 
-def _push_spec(kind: _Kind, ranks: int) -> KernelSpec:
-    spec = _spec(kind)
+def _push_spec(tiling: Tiling, ranks: int) -> KernelSpec:
+    spec = _spec(tiling)
     return replace(spec, name="skinny_gemm_push", macros={**spec.macros, "RANKS": ranks})
 
 
-def _kind(
+def choose_tiling(
+    gpu: Gpu,
     dtype: torch.dtype,
     rows: int,
     width: int,
     size: int,
-    clusters: tuple[int, int],
-    num_sms: int,
-    ring_bytes: int,
     *,
-    norm: bool,
-    gate: Activation | None,
-    before_attention: bool,
-) -> _Kind:
-    """Divide x [rows, size] @ weight [width, size]^T among blocks, whose rings have at most `ring_bytes`.
+    norm: bool = False,
+    gate: Activation | None = None,
+    before_attention: bool = False,
+) -> Tiling:
+    """Divide x [rows, size] @ weight [width, size]^T among blocks.
 
     For a large weight, K is divided among the smallest clusters that keep the memory busy enough; if none does, among
     the fastest.
     """
+    num_sms, has_clusters, ring_bytes = gpu
     max_rows = 8 if rows <= 8 else 16
     if width * size <= _SMALL and size % 256 == 0:
         stage_bytes = _stage_bytes(16, max_rows, norm=norm)
         stages = min(size // 256 + 1, 9, ring_bytes // stage_bytes)
         # Two resident blocks per SM are faster than a second wave of few blocks. Measured on Hopper only.
-        if clusters[1] > 1 and num_sms < -(-width // 16) <= 2 * num_sms:
+        if has_clusters and num_sms < -(-width // 16) <= 2 * num_sms:
             stages = min(stages, _STAGES[0], (ring_bytes - _STATIC_BYTES) // 2 // stage_bytes)
         # On GPUs with clusters, kernels begin early. Longer products have not been measured with such a short ring.
-        before_attention = before_attention and clusters[1] > 1 and size <= 1024
+        before_attention = before_attention and has_clusters and size <= 1024
         if before_attention:
             stages = min(stages, _RING_BEFORE_ATTENTION // stage_bytes)
-        return _Kind(dtype, max_rows, 16, 1, stages, norm, gate, before_attention)
+        return Tiling(dtype, max_rows, 16, 1, stages, norm, gate, before_attention)
     stage_bytes = _stage_bytes(64, max_rows, norm=norm)
+    clusters = _CLUSTERS if has_clusters else (1,)
     ways = [
         (cluster, stages)
         for numbers in (_STAGES, (_FEW_STAGES,))
-        for cluster in (1, 2, 4, 8)
+        for cluster in clusters
         for stages in numbers
-        if clusters[0] <= cluster <= clusters[1] and (cluster <= size // 64 or cluster == clusters[0])
+        if cluster <= size // 64 or cluster == clusters[0]
     ]
     speeds = [
         _speed(
@@ -237,7 +245,7 @@ def _kind(
     best = next(
         (way for way, speed in zip(ways, speeds, strict=True) if speed >= _ENOUGH), ways[speeds.index(max(speeds))]
     )
-    return _Kind(dtype, max_rows, 64, *best, norm, gate, False)
+    return Tiling(dtype, max_rows, 64, *best, norm, gate, False)
 
 
 def _speed(clusters: int, steps: int, cluster: int, stages: int, *, num_sms: int, blocks_of_sm: int) -> float:

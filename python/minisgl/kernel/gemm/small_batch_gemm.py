@@ -30,8 +30,8 @@ _MAX_STAGES = 16
 _RING_BYTES = {1: 220 << 10, 2: 110 << 10, 3: 73 << 10}  # bytes per block, by blocks on a multiprocessor
 
 
-class _Kind(NamedTuple):
-    """Macros of small_batch_gemm.cu, and further launch parameters."""
+class Tiling(NamedTuple):
+    """Division of a product among blocks: macros of small_batch_gemm.cu, and further launch parameters."""
 
     dtype: torch.dtype
     x_rows: int  # rows of x in a stage
@@ -52,13 +52,13 @@ class SmallBatchGemm:
     def begin_compiling(self, dtype: torch.dtype, products: Iterable[Product]) -> None:
         """Begin to compile the kernels of these products."""
         num_sms = self._compiler.num_sms
-        kinds = {
-            _kind(dtype, rows, width, size, num_sms, gate=gate, before_attention=norm and gate is None)
+        tilings = {
+            choose_tiling(dtype, rows, width, size, num_sms, gate=gate, before_attention=norm and gate is None)
             for width, size, norm, gate in products
             for rows in _X_ROWS
             if self._supports(dtype, rows, width, size)
         }
-        self._compiler.begin(map(_spec, kinds))
+        self._compiler.begin(map(_spec, tilings))
 
     def supports(self, x: Tensor, weight: Tensor) -> bool:
         """Return True if the kernel supports x [M, K] @ weight [N, K]^T; the caller asks skinny_gemm.py first."""
@@ -100,13 +100,15 @@ class SmallBatchGemm:
         outputs = width if gate is None else width // 2
         if out is None:
             out = x.new_empty((rows, outputs))
-        kind = _kind(x.dtype, rows, width, size, self._compiler.num_sms, gate=gate, before_attention=before_attention)
-        box_rows = kind.block_n if gate is None else kind.block_n // 2
-        kernel = self._compiler.kernel(_spec, kind)
+        tiling = choose_tiling(
+            x.dtype, rows, width, size, self._compiler.num_sms, gate=gate, before_attention=before_attention
+        )
+        box_rows = tiling.block_n if gate is None else tiling.block_n // 2
+        kernel = self._compiler.kernel(_spec, tiling)
         kernel(
             (1, -(-outputs // box_rows)),
             _THREADS,
-            x_map=tensor_map(x, kind.x_rows, _BLOCK_K),
+            x_map=tensor_map(x, tiling.x_rows, _BLOCK_K),
             w_map=tensor_map(weight, box_rows, _BLOCK_K),
             bias=bias,
             residual=residual,
@@ -114,35 +116,35 @@ class SmallBatchGemm:
             M=rows,
             N=width,
             K=size,
-            cluster=kind.split,
+            cluster=tiling.split,
         )
         return out
 
 
-def _spec(kind: _Kind) -> KernelSpec:
+def _spec(tiling: Tiling) -> KernelSpec:
     macros: Macros = {
-        "SCALAR": SCALAR_NAMES[kind.dtype],
-        "X_ROWS": kind.x_rows,
-        "BLOCK_N": kind.block_n,
-        "SPLIT": kind.split,
-        "STAGES": kind.stages,
-        "GATED": int(kind.gate is not None),
-        "GELU_TANH": int(kind.gate == "gelu_tanh"),
-        "BLOCKS": kind.blocks,
+        "SCALAR": SCALAR_NAMES[tiling.dtype],
+        "X_ROWS": tiling.x_rows,
+        "BLOCK_N": tiling.block_n,
+        "SPLIT": tiling.split,
+        "STAGES": tiling.stages,
+        "GATED": int(tiling.gate is not None),
+        "GELU_TANH": int(tiling.gate == "gelu_tanh"),
+        "BLOCKS": tiling.blocks,
     }
-    ring = kind.stages * (kind.x_rows + kind.block_n) * _BLOCK_K * 2
-    received = 0 if kind.split == 1 else kind.split * -(-kind.x_rows // kind.split)  # rows of sums
-    sums = (kind.x_rows + received) * (kind.block_n + 8) * 4
+    ring = tiling.stages * (tiling.x_rows + tiling.block_n) * _BLOCK_K * 2
+    received = 0 if tiling.split == 1 else tiling.split * -(-tiling.x_rows // tiling.split)  # rows of sums
+    sums = (tiling.x_rows + received) * (tiling.block_n + 8) * 4
     return KernelSpec(
         "small_batch_gemm.cu",
         "small_batch_gemm",
         macros,
         shared_bytes=max(ring, sums),
-        sm_shared_bytes=SHARED_BEFORE_ATTENTION if kind.before_attention else 0,
+        sm_shared_bytes=SHARED_BEFORE_ATTENTION if tiling.before_attention else 0,
     )
 
 
-def _kind(
+def choose_tiling(
     dtype: torch.dtype,
     rows: int,
     width: int,
@@ -151,7 +153,7 @@ def _kind(
     *,
     gate: Activation | None,
     before_attention: bool,
-) -> _Kind:
+) -> Tiling:
     """Divide x [rows, size] @ weight [width, size]^T among blocks.
 
     The rows of the weight are divided among the multiprocessors as evenly as possible. But a block should not read much
@@ -181,7 +183,7 @@ def _kind(
             block_n, split, blocks = 64, 4, 2  # else a block would read more of x than of the weight
     ring = _RING_BYTES[2 if before_attention else blocks]
     stages = min(ring // ((x_rows + block_n) * _BLOCK_K * 2), -(-steps // split), _MAX_STAGES)
-    return _Kind(dtype, x_rows, block_n, split, stages, gate, blocks, before_attention)
+    return Tiling(dtype, x_rows, block_n, split, stages, gate, blocks, before_attention)
 
 
 def _share(width: int, blocks: int, unit: int) -> int:
