@@ -34,8 +34,8 @@ _EMPTY = -(2**31)
 _CONTROL_WORDS = 4
 _FAILED_WORD = 3  # of Control, in push.cuh
 
+_ANOTHER_RANK = "another rank does not reach its peers"
 _NORM_MAX_ROWS = 256  # most rows that are normed in the same launch; with more, a separate norm is faster
-_SENDING = "addresses", "control", "rank", "buffer_bytes"  # arguments of skinny_gemm_push among `_shared`
 
 
 class PushSizes(NamedTuple):
@@ -101,14 +101,14 @@ class PushAllReduce:
         self._control = torch.zeros(_CONTROL_WORDS, dtype=torch.int32, device=memory.addresses.device)
         self._status = torch.zeros(2, dtype=torch.int32, pin_memory=memory.addresses.is_cuda)
         self._buffer_bytes = sizes.buffer_bytes(self._ranks)
-        self._shared: dict[str, Any] = {
+        # Arguments of every kernel that pushes, and of those that also wait for the other ranks.
+        self._pushing: dict[str, Any] = {
             "addresses": memory.addresses,
             "control": self._control,
-            "status": self._status,
             "rank": rank,
             "buffer_bytes": self._buffer_bytes,
-            "patience": int(timeout_s * 1e9),
         }
+        self._waiting: dict[str, Any] = {"status": self._status, "patience": int(timeout_s * 1e9)}
 
     def supports(self, x: Tensor) -> bool:
         """Return True if x is to be summed over ranks by these kernels; all ranks return the same."""
@@ -133,7 +133,8 @@ class PushAllReduce:
             residual=residual,
             out=x,
             vectors=vectors,
-            **self._shared,
+            **self._pushing,
+            **self._waiting,
         )
         return x
 
@@ -159,7 +160,7 @@ class PushAllReduce:
 
         Overwrites the residual with the sum.
         """
-        self._skinny.push(x, weight, self._ranks, **{name: self._shared[name] for name in _SENDING})
+        self._skinny.push(x, weight, self._ranks, **self._pushing)
         normed = None if norm is None else torch.empty_like(residual)
         self._add_rows("received", norm, residual, out=residual, normed=normed)
         return residual, normed
@@ -179,7 +180,8 @@ class PushAllReduce:
             row_vectors=vectors,
             eps=eps,
             **tensors,
-            **self._shared,
+            **self._pushing,
+            **self._waiting,
         )
 
     def gathers(self, x: Tensor, width: int | None = None) -> bool:
@@ -210,7 +212,8 @@ class PushAllReduce:
             rows=rows,
             row_vectors=columns * x.itemsize // VECTOR_BYTES,
             out_vectors=width * x.itemsize // VECTOR_BYTES,
-            **self._shared,
+            **self._pushing,
+            **self._waiting,
         )
         return out
 
@@ -232,8 +235,7 @@ class PushAllReduce:
             return None
         memory = SymmetricMemory(group, self._memory.addresses.device, LongSums.bytes_for(tokens, width, dtype))
         memory.words.zero_()
-        shared = {name: self._shared[name] for name in ("rank", "status", "patience")}
-        shared["failed"] = self._control[_FAILED_WORD:]
+        shared = {"rank": self._pushing["rank"], "failed": self._control[_FAILED_WORD:], **self._waiting}
         return LongSums(self._compiler, memory, shared, sizes=sizes, width=width, dtype=dtype)
 
     def _blocks(self, vectors: int) -> int:
@@ -284,24 +286,41 @@ def connect_push(
     `smallest` returns the least of the ranks' values once all ranks have called it, after the work that is queued on
     their current streams. `sizes`: the limits of the algorithms, if not those for this number of ranks.
     """
+    connected = _connect(group, device, smallest, timeout_s, sizes)
+    if isinstance(connected, PushAllReduce):
+        return connected
+    level = logging.WARNING if group.rank() == 0 else logging.DEBUG
+    logger.log(level, "all-reduce by NCCL alone, slower: %s", connected)
+    return None
+
+
+def _connect(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    smallest: Callable[[int], int],
+    timeout_s: float,
+    sizes: PushSizes | None,
+) -> PushAllReduce | str:
+    """Return this rank's side, or why there is none. All ranks give up at the same point, so none waits for another."""
     rank, ranks = group.rank(), group.size()
     why = _obstacle(rank, ranks, device)
+    if not smallest(why is None):
+        return why or _ANOTHER_RANK
+    if (why := meet_alike(device, smallest)) is not None:
+        return why
+    sizes = sizes or PUSH_SIZES[ranks]
     memory: SymmetricMemory | None = None
-    if smallest(why is None) and (why := meet_alike(device, smallest)) is None:
-        sizes = sizes or PUSH_SIZES[ranks]
-        try:
-            memory = SymmetricMemory(group, device, _BUFFERS * sizes.buffer_bytes(ranks))
-        except Exception as error:  # whatever torch, the driver or the container makes of it
-            why = f"no symmetric memory: {summary(error)}"
-        if smallest(memory is not None) and memory is not None:
-            if smallest(reaches_all(memory, rank, ranks, smallest)):
-                memory.words.fill_(_EMPTY)
-                smallest(1)
-                return PushAllReduce(Compiler(device), rank, memory, sizes, timeout_s=timeout_s)
-            why = "what one GPU writes another does not read"
-    level = logging.WARNING if rank == 0 else logging.DEBUG
-    logger.log(level, "all-reduce by NCCL alone, slower: %s", why or "another rank does not reach its peers")
-    return None
+    try:
+        memory = SymmetricMemory(group, device, _BUFFERS * sizes.buffer_bytes(ranks))
+    except Exception as error:  # whatever torch, the driver or the container makes of it
+        why = f"no symmetric memory: {summary(error)}"
+    if not smallest(memory is not None) or memory is None:
+        return why or _ANOTHER_RANK
+    if not smallest(reaches_all(memory, rank, ranks, smallest)):
+        return "what one GPU writes another does not read"
+    memory.words.fill_(_EMPTY)
+    smallest(1)  # all ranks have filled their buffers
+    return PushAllReduce(Compiler(device), rank, memory, sizes, timeout_s=timeout_s)
 
 
 def _obstacle(rank: int, ranks: int, device: torch.device) -> str | None:
