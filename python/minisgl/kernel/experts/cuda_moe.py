@@ -156,7 +156,7 @@ class CudaMoe:
             weights=plan.weights,
         )
         self._sort(chosen, tokens, kind, gated_tiling.block_m, plan)
-        return normed, self._mix(normed, plan, weighting, mixture, residual)
+        return normed, self._products(normed, None, plan, kind, weighting, mixture, residual)
 
     def merges_shared(self, tokens: int, mixture: Mixture) -> bool:
         """Return True if for this number of tokens the shared expert is computed as additional routed experts.
@@ -179,21 +179,38 @@ class CudaMoe:
         return self._mix(x, table, _Weighting.CHOSEN, mixture, None)
 
     def _mix(
-        self, x: Tensor, routed: Tensor | _Plan, weighting: _Weighting, mixture: Mixture, residual: Tensor | None
+        self, x: Tensor, router_logits: Tensor, weighting: _Weighting, mixture: Mixture, residual: Tensor | None
     ) -> Tensor:
-        """Mix experts by the router's logits, or by a plan that was made of them."""
-        x, router_logits = x.contiguous(), routed.contiguous() if isinstance(routed, Tensor) else None
+        """Mix the experts of each token that the router's logits choose."""
+        if not len(x):
+            return torch.empty_like(x)
+        x, router_logits = x.contiguous(), router_logits.contiguous()
+        kind = _kind(x.dtype, router_logits.dtype, mixture)
+        gated_tiling, _ = self._tilings(len(x) * mixture.routing.top_k, mixture.num_experts, mixture.w13)
+        plan: _Plan | None = None
+        if not gated_tiling.route:
+            plan = self._plan(router_logits, weighting, mixture, kind, gated_tiling.block_m)
+        return self._products(x, router_logits, plan, kind, weighting, mixture, residual)
+
+    def _products(
+        self,
+        x: Tensor,
+        router_logits: Tensor | None,
+        plan: _Plan | None,
+        kind: _Kind,
+        weighting: _Weighting,
+        mixture: Mixture,
+        residual: Tensor | None,
+    ) -> Tensor:
+        """Compute both products of the pairs of a plan.
+
+        Without a plan each pair is a tile, whose block chooses the expert by the router's logits.
+        """
         w13, w2, shared = mixture.w13, mixture.w2, mixture.shared
         tokens, hidden = x.shape
         held, _, intermediate = w2.shape
-        if not tokens:
-            return torch.empty_like(x)
-        kind = _kind(x.dtype, x.dtype if router_logits is None else router_logits.dtype, mixture)
         pairs = tokens * kind.taken
         gated_tiling, weighted_tiling = self._tilings(tokens * mixture.routing.top_k, mixture.num_experts, w13)
-        plan = routed if isinstance(routed, _Plan) else None
-        if router_logits is not None and not gated_tiling.route:
-            plan = self._plan(router_logits, weighting, mixture, kind, gated_tiling.block_m)
         max_tiles = pairs if plan is None else len(plan.tiles)
         inner = x.new_empty((pairs, intermediate))
         summed = isinstance(w2, PackedExperts) and weighted_tiling.route  # by clusters of the second product
