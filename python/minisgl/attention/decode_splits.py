@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 VALUE_DIM = 256  # most dimensions of V that a cluster of csrc/decode_attention.cu has; larger heads take two clusters
+
+
+class DecodeKernel(NamedTuple):
+    """Parameters of `DecodeSplits` that are macros of the kernel."""
+
+    cluster: int
+    warps: int
+    blocks_of_sm: int
+    spares_first: bool
+    fair: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +33,9 @@ class DecodeSplits:
     fair: bool = False  # a row's cluster takes as many splits as make up its part of the step's tiles, not only one
 
     @property
-    def compiled_for(self) -> tuple[int, int, int, bool, bool]:
-        """Parameters that are macros of the kernel."""
-        return self.cluster, self.warps, self.blocks_of_sm, self.spares_first, self.fair
+    def kernel(self) -> DecodeKernel:
+        """Return the parameters that the kernel is compiled with."""
+        return DecodeKernel(self.cluster, self.warps, self.blocks_of_sm, self.spares_first, self.fair)
 
 
 def _few_rows(warps: int, num_sms: int) -> DecodeSplits:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import AttentionSpec
-from minisgl.attention.decode_splits import VALUE_DIM, DecodeSplits, decode_splits
+from minisgl.attention.decode_splits import VALUE_DIM, DecodeKernel, DecodeSplits, decode_splits
 from minisgl.kernel.base import Heads
 from minisgl.kernel.gemm.fp8_rows import GROUP, Fp8Rows, empty_rows
 from minisgl.kernel.launch.compile import Compiler
@@ -52,8 +52,8 @@ class FusedDecode:
         `rounded`: the kernels of `FusedRows.forward_rounded`.
         """
         steps = ((spec, self._splits_of(spec, rows)) for spec in self._specs for rows in range(1, max_rows + 1))
-        expected = {(spec, splits.compiled_for) for spec, splits in steps if not rounded or _rounds(spec, splits)}
-        self._compiler.begin(_kernel_spec(spec, *splits, rounded) for spec, splits in expected)
+        expected = {(spec, splits.kernel) for spec, splits in steps if not rounded or _rounds(spec, splits)}
+        self._compiler.begin(_kernel_spec(spec, kernel, rounded) for spec, kernel in expected)
 
     def rows(self, spec: AttentionSpec, slots: Tensor, kv_lens: Tensor, page_table: Tensor) -> FusedRows:
         """Bind the kernel of one of the specs to B rows, in the layers that have it.
@@ -94,9 +94,7 @@ def _rounds(spec: AttentionSpec, splits: DecodeSplits) -> bool:
     return spec.head_dim == GROUP and spec.group % splits.cluster == 0
 
 
-def _kernel_spec(
-    spec: AttentionSpec, cluster: int, warps: int, blocks_of_sm: int, spares_first: bool, fair: bool, rounded: bool
-) -> KernelSpec:
+def _kernel_spec(spec: AttentionSpec, kernel: DecodeKernel, rounded: bool) -> KernelSpec:
     macros: Macros = {
         "SCALAR": SCALAR_NAMES[spec.dtype],
         "CACHE": SCALAR_NAMES[spec.kv_dtype],
@@ -105,11 +103,11 @@ def _kernel_spec(
         "GROUP": spec.group,
         "PAGE_SIZE": spec.page_size,
         "STORES": int(spec.stores_kv),
-        "CLUSTER": cluster,
-        "WARPS": warps,
-        "BLOCKS_OF_SM": blocks_of_sm,
-        "SPARES_FIRST": int(spares_first),
-        "FAIR": int(fair),
+        "CLUSTER": kernel.cluster,
+        "WARPS": kernel.warps,
+        "BLOCKS_OF_SM": kernel.blocks_of_sm,
+        "SPARES_FIRST": int(kernel.spares_first),
+        "FAIR": int(kernel.fair),
         "ROUNDED": int(rounded),
     }
     return KernelSpec("decode_attention.cu", "decode_attention", macros)
@@ -137,7 +135,7 @@ class FusedRows:
         `AttentionPlan.forward`.
         """
         out = qkv.new_empty((len(qkv), heads.num_heads, k_cache.shape[-1]))
-        self._launch(qkv, heads, k_cache, v_cache, sinks, out)
+        self._launch(qkv, heads, k_cache, v_cache, sinks, out=out)
         return out
 
     @property
@@ -149,9 +147,9 @@ class FusedRows:
         self, qkv: Tensor, heads: Heads, k_cache: Tensor, v_cache: Tensor, sinks: Tensor | None = None
     ) -> Fp8Rows:
         """Do as `forward`, but return [B, heads * head_dim] in FP8 with groups of 128 columns; only if `rounds`."""
-        out = empty_rows(len(qkv), heads.num_heads * GROUP, GROUP, qkv.device)
-        self._launch(qkv, heads, k_cache, v_cache, sinks, out)
-        return out
+        rounded = empty_rows(len(qkv), heads.num_heads * GROUP, GROUP, qkv.device)
+        self._launch(qkv, heads, k_cache, v_cache, sinks, rounded=rounded)
+        return rounded
 
     def _launch(
         self,
@@ -160,11 +158,12 @@ class FusedRows:
         k_cache: Tensor,
         v_cache: Tensor,
         sinks: Tensor | None,
-        out: Tensor | Fp8Rows,
+        out: Tensor | None = None,
+        rounded: Fp8Rows | None = None,
     ) -> None:
+        """Write the result to `out`, or in FP8 to `rounded`."""
         splits, spec, rows = self.splits, self.spec, len(qkv)
         num_kv_heads, head_dim = k_cache.shape[-2:]
-        rounded = out if isinstance(out, Fp8Rows) else None
         parts = num_kv_heads * _parts(head_dim)  # clusters of a row that is not split
         units = rows * parts
         max_splits = max(1, min(_RECORDS // units, _MAX_SPLITS))
@@ -172,7 +171,7 @@ class FusedRows:
         # A window of as many tokens as a row that is not cut covers one tile more, or two: it is not cut either.
         cuts = max_splits > 1 and longest > 2 * splits.min_tiles + 2
         spare = max(splits.spare_clusters // parts, 1) if cuts else 0  # clusters for each part
-        self.compiler.kernel(_kernel_spec, spec, *splits.compiled_for, rounded is not None)(
+        self.compiler.kernel(_kernel_spec, spec, splits.kernel, rounded is not None)(
             (1, parts, rows + spare),
             splits.warps * 32,
             qkv=qkv,
@@ -189,7 +188,7 @@ class FusedRows:
             k_cache=k_cache,
             v_cache=v_cache,
             sinks=sinks,
-            out=None if isinstance(out, Fp8Rows) else out,
+            out=out,
             codes=None if rounded is None else rounded.codes,
             scales=None if rounded is None else rounded.scales,
             scales_stride=0 if rounded is None else rounded.room,
