@@ -73,17 +73,24 @@ def make_attention(
     `window_group` as in ModelAttention.
     Raises ConfigError where the GPU cannot read the pool.
     """
-    chosen: dict[AttentionSpec, LayerAttention] = {}
     attending = [spec for spec in layers if isinstance(spec, AttentionSpec)]
-    if device.type == "cpu":
-        if name not in ("auto", "torch"):
-            logger.info("--attn %s is for GPUs; on the CPU attention runs in torch", name)
-        for spec in attending:
-            backend: AttentionBackend = CpuAttention(spec)
-            chosen.setdefault(spec, LayerAttention("torch", spec, backend, backend))
-        return ModelAttention(
-            [chosen[spec] if isinstance(spec, AttentionSpec) else spec for spec in layers], window_group=window_group
-        )
+    chosen = _choose_on_cpu(name, attending) if device.type == "cpu" else _choose_on_gpu(name, attending, device)
+    return ModelAttention(
+        [chosen[spec] if isinstance(spec, AttentionSpec) else spec for spec in layers], window_group=window_group
+    )
+
+
+def _choose_on_cpu(name: str, attending: Sequence[AttentionSpec]) -> Mapping[AttentionSpec, LayerAttention]:
+    if name not in ("auto", "torch"):
+        logger.info("--attn %s is for GPUs; on the CPU attention runs in torch", name)
+    backends = {spec: CpuAttention(spec) for spec in dict.fromkeys(attending)}
+    return {spec: LayerAttention("torch", spec, backend, backend) for spec, backend in backends.items()}
+
+
+def _choose_on_gpu(
+    name: str, attending: Sequence[AttentionSpec], device: torch.device
+) -> Mapping[AttentionSpec, LayerAttention]:
+    """Return the backends of each spec, and log how many layers have which."""
     capability = torch.cuda.get_device_capability(device)
     if capability < FP8 and any(spec.fp8_kv for spec in attending):
         raise ConfigError(
@@ -91,34 +98,36 @@ def make_attention(
             f"not {capability[0]}.{capability[1]}"
         )
     chooser = Chooser(CANDIDATES, capability)
+    for_prefill, for_decode = attention_names(name)
     names = {
-        spec: tuple(
-            chooser.choose_working(asked, role, spec, device)
-            for asked, role in zip(attention_names(name), ROLES, strict=True)
+        spec: (
+            chooser.choose_working(for_prefill, "prefill", spec, device),
+            chooser.choose_working(for_decode, "decode", spec, device),
         )
         for spec in dict.fromkeys(attending)
     }
     fused_specs = [spec for spec, (_, decode) in names.items() if decode == "fused"]
     fused = _make_fused(fused_specs, device) if fused_specs else None
-    for spec, (prefill, decode) in names.items():
-        title = prefill if prefill == decode else f"{prefill} for prefill, {decode} for decode"
-        backend = make_backend(prefill, spec, device)
-        other = decode not in (prefill, "fused")
-        chosen[spec] = LayerAttention(
-            title,
-            spec,
-            backend,
-            make_backend(decode, spec, device) if other else backend,
-            fused if decode == "fused" else None,
-        )
+    chosen = {spec: _make_layer(spec, prefill, decode, fused, device) for spec, (prefill, decode) in names.items()}
     if capability not in TESTED:
         logger.warning("attention is not tested on GPUs of compute capability %d.%d", *capability)
     titles = Counter(chosen[spec].title for spec in attending)
     for title, count in titles.items():
         logger.info("attention%s: %s", f" of {count} layers" if len(titles) > 1 else "", title)
-    return ModelAttention(
-        [chosen[spec] if isinstance(spec, AttentionSpec) else spec for spec in layers], window_group=window_group
-    )
+    return chosen
+
+
+def _make_layer(
+    spec: AttentionSpec, prefill: str, decode: str, fused: FusedDecode | None, device: torch.device
+) -> LayerAttention:
+    """Make a layer's backends. Decodes that `fused` runs when captured have the backend of prefills when not."""
+    backend = make_backend(prefill, spec, device)
+    if decode == prefill:
+        return LayerAttention(prefill, spec, backend, backend)
+    title = f"{prefill} for prefill, {decode} for decode"
+    if decode == "fused":
+        return LayerAttention(title, spec, backend, backend, fused)
+    return LayerAttention(title, spec, backend, make_backend(decode, spec, device))
 
 
 def make_backend(name: str, spec: AttentionSpec, device: torch.device) -> AttentionBackend:
