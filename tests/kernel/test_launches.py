@@ -489,7 +489,7 @@ def run_attention(dtype: torch.dtype, cache: torch.dtype) -> None:
     upcast = tuple(torch.zeros(2, 16, 2, 128, dtype=dtype) for _ in range(2))
     pool: Any = SimpleNamespace(keys=lambda _: caches[0], values=lambda _: caches[1], upcast_buffer=upcast)
     inputs: Any = SimpleNamespace(page_table=table, kv_lens_device=table[:, 0].contiguous())
-    upcaster.upcast(0, pool, upcaster.list_pages(inputs))
+    upcaster.for_step(inputs)(0, pool)
 
 
 def run_sampling(dtype: torch.dtype) -> None:

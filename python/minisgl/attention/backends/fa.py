@@ -8,6 +8,7 @@ FP8 pages are upcast first, because FlashAttention's own FP8 products would also
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from sgl_kernel.flash_attn import flash_attn_with_kvcache, get_scheduler_metadata
 from torch import Tensor
 
-from minisgl.attention.backends.page_kernels import PageList, PageUpcaster
+from minisgl.attention.backends.page_kernels import PageUpcaster
 from minisgl.attention.base import AttentionInputs, AttentionSpec, window_left
 from minisgl.kvcache.kv_pool import KVPool
 
@@ -38,13 +39,10 @@ class Fa3Plan:
     max_query_len: int
     num_splits: int  # most splits of a row's keys
     schedule: Tensor  # int32
-    upcaster: PageUpcaster | None
-    seen: PageList | None  # for the upcaster
+    upcast: Callable[[int, KVPool], tuple[Tensor, Tensor]] | None  # copies a layer's FP8 K and V to 16 bits
 
     def forward(self, layer: int, q: Tensor, kv: KVPool, sinks: Tensor | None = None) -> Tensor:
-        keys, values = kv.keys(layer), kv.values(layer)
-        if self.upcaster is not None and self.seen is not None:
-            keys, values = self.upcaster.upcast(layer, kv, self.seen)
+        keys, values = (kv.keys(layer), kv.values(layer)) if self.upcast is None else self.upcast(layer, kv)
         out: Tensor = flash_attn_with_kvcache(
             q,
             keys,
@@ -87,8 +85,7 @@ class FlashAttention3:
             max_query_len=longest,
             num_splits=num_splits,
             schedule=self._schedule(inputs, longest, num_splits),
-            upcaster=self._upcaster,
-            seen=self._upcaster.list_pages(inputs) if self._upcaster else None,
+            upcast=self._upcaster.for_step(inputs) if self._upcaster else None,
         )
 
     def _num_splits(self, inputs: AttentionInputs) -> int:

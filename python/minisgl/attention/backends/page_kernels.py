@@ -7,7 +7,9 @@ nothing is lost, and the copy takes little time compared with a prefill's produc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -45,7 +47,30 @@ class PageFlattener(Protocol):
 
 def make_flattener(device: torch.device) -> PageFlattener:
     """Return the kernel where csrc/ can be compiled, else its torch twin."""
-    return _KernelFlattener(device) if has_kernels(device) else flatten_pages
+    if not has_kernels(device):
+        return flatten_pages
+    from minisgl.kernel.launch.compile import Compiler
+
+    kernel = Compiler(device).kernel(_flatten_spec)
+
+    def flatten(table: Tensor, kv_lens: Tensor, page_size: int, out: PageList) -> None:
+        rows, width = table.shape
+        if not table.is_contiguous() or len(out.pages) <= rows * width:
+            raise ValueError("the page table must be contiguous, and the list as large as it")
+        kernel(
+            (rows,),
+            _THREADS,
+            table=table,
+            kv_lens=kv_lens,
+            starts=out.starts,
+            last_page_lens=out.last_page_lens,
+            pages=out.pages,
+            rows=rows,
+            width=width,
+            page_size=page_size,
+        )
+
+    return flatten
 
 
 def flatten_pages(table: Tensor, kv_lens: Tensor, page_size: int, out: PageList) -> None:
@@ -60,30 +85,6 @@ def flatten_pages(table: Tensor, kv_lens: Tensor, page_size: int, out: PageList)
     out.pages.scatter_(0, places.flatten(), table.flatten())
 
 
-class _KernelFlattener:
-    def __init__(self, device: torch.device) -> None:
-        from minisgl.kernel.launch.compile import Compiler
-
-        self._kernel = Compiler(device).kernel(_flatten_spec)
-
-    def __call__(self, table: Tensor, kv_lens: Tensor, page_size: int, out: PageList) -> None:
-        rows, width = table.shape
-        if not table.is_contiguous() or len(out.pages) <= rows * width:
-            raise ValueError("the page table must be contiguous, and the list as large as it")
-        self._kernel(
-            (rows,),
-            _THREADS,
-            table=table,
-            kv_lens=kv_lens,
-            starts=out.starts,
-            last_page_lens=out.last_page_lens,
-            pages=out.pages,
-            rows=rows,
-            width=width,
-            page_size=page_size,
-        )
-
-
 class PageUpcaster:
     """Copies FP8 pages to the dtype that a backend reads. For one stream; a CUDA graph may hold its work."""
 
@@ -95,12 +96,12 @@ class PageUpcaster:
         self._kernel = Compiler(device).kernel(_upcast_spec, spec)
         self._blocks = _BLOCKS_OF_SM * torch.cuda.get_device_properties(device).multi_processor_count
 
-    def list_pages(self, inputs: AttentionInputs) -> PageList:
-        """List the pages that a step sees, once for all layers."""
+    def for_step(self, inputs: AttentionInputs) -> Callable[[int, KVPool], tuple[Tensor, Tensor]]:
+        """List the pages that a step sees, once for all layers; return `upcast` for these pages."""
         rows, width = inputs.page_table.shape
         pages = PageList.empty(rows, width, inputs.page_table.device)
         self._flatten(inputs.page_table, inputs.kv_lens_device, self._page_size, pages)
-        return pages
+        return partial(self.upcast, seen=pages)
 
     def upcast(self, layer: int, kv: KVPool, seen: PageList) -> tuple[Tensor, Tensor]:
         """Return K and V of a layer in 16 bits, [pages, page_size, kv_heads, head_dim]; other pages hold anything."""
