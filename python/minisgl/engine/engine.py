@@ -145,9 +145,8 @@ class Engine:
         """Return the cost of steps: measured on a GPU, estimated for a CPU."""
         if self.device.type != "cuda":
             weight_bytes = sum(weight.nbytes for weight in parts.model.parameters())
-            return estimate_cost(
-                weight_bytes, parts.model.layer_weights * len(parts.start.model.layers), parts.attending
-            )
+            weights_per_token = parts.model.layer_weights * len(parts.start.model.layers)
+            return estimate_cost(weight_bytes, weights_per_token, [layer.spec for layer in parts.attention.layers])
         with parts.start.phase("measure a step's time"):
             cost = measure_cost(
                 self._device_seconds,

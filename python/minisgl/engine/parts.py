@@ -74,7 +74,6 @@ class RunnerParts:
     num_slots: int
     num_snapshots: int  # snapshots of recurrent states
     attention: ModelAttention
-    attending: list[AttentionSpec]  # of the layers with attention (not recurrent ones)
     ops: Ops
     sampler: Sampler
     sharded_logits: ShardedLogits | None = None
@@ -138,7 +137,7 @@ def load_parts(start: EngineStart) -> RunnerParts:
     if quantized and tp.rank == 0:
         logger.info("products read %s", ", ".join([product_labels(weights), *expert_labels(weights)]))
     num_slots, num_snapshots = _slots_and_snapshots(start, attention.kv_layout)
-    return RunnerParts(start, queue, weights, num_slots, num_snapshots, attention, attending, ops, sampler)
+    return RunnerParts(start, queue, weights, num_slots, num_snapshots, attention, ops, sampler)
 
 
 def _slots_and_snapshots(start: EngineStart, layout: KVLayout) -> tuple[int, int]:
