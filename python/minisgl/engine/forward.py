@@ -21,7 +21,7 @@ from minisgl.core import Batch, Int32Array, Logprobs, StepResult, pages_for
 from minisgl.engine.sampling.logits_processing import process_logits
 from minisgl.engine.sampling.sampler import Sampler, compute_logprobs
 from minisgl.engine.state import SlotState
-from minisgl.engine.step_inputs import StepInputs, last_pages, step_inputs, views_like
+from minisgl.engine.step_inputs import StepInputs, last_pages, step_inputs, upload_inputs
 from minisgl.kernel.base import Ops
 from minisgl.kernel.delta_net.recurrent_rows import RecurrentRows, SingleRows, captured_rows, recurrent_rows
 from minisgl.kvcache.kv_pool import KVPool
@@ -77,10 +77,7 @@ class StepRunner:
     def forward(self, batch: Batch) -> ForwardOutput:
         """Run the model, and the head for the tokens whose logits are needed."""
         host = step_inputs(batch)
-        return self._run(batch, host, views_like(upload(np.concatenate(host), self.state.device), host))
-
-    def _run(self, batch: Batch, host: StepInputs[Int32Array], inputs: StepInputs[Tensor]) -> ForwardOutput:
-        """Run the step with its inputs on the host and on the device."""
+        inputs = upload_inputs(host, self.state.device)
         logits_indices = inputs.logits_indices.long()
         ctx = self.context(inputs, batch.query_lens, host.kv_lens, logits_indices=logits_indices)
         return self.output(batch, self.model.model(ctx), logits_indices, inputs.sampling_slots.long(), inputs, ctx)

@@ -15,7 +15,7 @@ from minisgl.core import Batch, Int32Array
 from minisgl.engine.forward import ForwardOutput, StepRunner
 from minisgl.engine.sampling.sampler import Sampler
 from minisgl.engine.state import SlotState
-from minisgl.engine.step_inputs import StepInputs
+from minisgl.engine.step_inputs import StepInputs, step_inputs, upload_inputs
 from minisgl.kernel.base import Ops
 from minisgl.kvcache.kv_pool import KVPool
 from minisgl.models.pooling_model import PoolingModel
@@ -39,7 +39,9 @@ class PoolingRunner(StepRunner):
         if model.pooling.method == "mean":
             self._sums = torch.zeros((len(state.lengths), model.pooling.size), device=state.device)
 
-    def _run(self, batch: Batch, host: StepInputs[Int32Array], inputs: StepInputs[Tensor]) -> ForwardOutput:
+    def forward(self, batch: Batch) -> ForwardOutput:
+        host = step_inputs(batch)
+        inputs = upload_inputs(host, self.state.device)
         slots = inputs.sampling_slots.long()
         last_tokens = inputs.logits_indices[: len(slots)].long()
         ctx = self.context(

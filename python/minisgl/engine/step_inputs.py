@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from minisgl.core import A, Batch, IndexArray, Int32Array
+from minisgl.uploads import upload
 
 
 class StepInputs(NamedTuple, Generic[A]):
@@ -69,6 +70,11 @@ def pad_inputs(
 
 def _extended(array: Int32Array, count: int, value: int) -> Int32Array:
     return np.concatenate([array, np.full(count, value, dtype=np.int32)])
+
+
+def upload_inputs(host: StepInputs[Int32Array], device: torch.device) -> StepInputs[Tensor]:
+    """Copy the inputs to the device in one transfer."""
+    return views_like(upload(np.concatenate(host), device), host)
 
 
 def views_like(packed: Tensor, host: StepInputs[Int32Array]) -> StepInputs[Tensor]:

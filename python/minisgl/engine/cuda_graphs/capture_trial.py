@@ -20,10 +20,9 @@ from minisgl.engine.cuda_graphs.graphs import DecodeGraphs, GraphMemory, Prefill
 from minisgl.engine.cuda_graphs.sizes import GraphSizes
 from minisgl.engine.forward import StepRunner
 from minisgl.engine.parts import RunnerParts
-from minisgl.engine.step_inputs import step_inputs, views_like
+from minisgl.engine.step_inputs import step_inputs, upload_inputs
 from minisgl.error_text import in_one_line
 from minisgl.sampling_params import SamplingFlags
-from minisgl.uploads import upload
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +78,7 @@ def _prefill_fault(runner: StepRunner, tokens: int) -> str | None:
     """Return why a prefill cannot be captured in a graph of `tokens` tokens, or None."""
     prefill, _ = _steps(runner)
     host = step_inputs(prefill)
-    inputs = views_like(upload(np.concatenate(host), runner.state.device), host)
+    inputs = upload_inputs(host, runner.state.device)
     ctx = runner.context(inputs, prefill.query_lens, host.kv_lens, logits_indices=inputs.logits_indices.long())
 
     def launch() -> Tensor:
