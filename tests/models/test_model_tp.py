@@ -125,7 +125,7 @@ def run_rank(rank: int, rendezvous: str, folders: dict[str, Path], out: Path) ->
     long = torch.randn(3, 200_001, generator=generator)  # pieces of shared memory, the last of them not full
     results["long sum"] = four.all_reduce(long.clone(), torch.ones_like(long))
     results["long gathered"] = four.all_gather(long)
-    results["smallest"] = four.smallest(10 - rank)
+    results["smallest"], results["largest"] = four.smallest(10 - rank), four.largest(10 - rank)
     torch.save(results, out / f"{rank}.pt")
     for group in groups.values():
         group.close()
@@ -174,7 +174,7 @@ def test_logits_do_not_depend_on_the_number_of_ranks(saved: Callable[[str], tupl
         assert result["gathered"].tolist() == [[1.0] * 3 + [2.0] * 3 + [3.0] * 3 + [4.0] * 3] * 2
         assert torch.equal(result["long sum"], sum(parts) + 1)
         assert torch.equal(result["long gathered"], torch.cat(parts, dim=1))
-        assert result["smallest"] == 7
+        assert (result["smallest"], result["largest"]) == (7, 10)
 
 
 WAITS = """

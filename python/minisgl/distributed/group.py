@@ -82,6 +82,10 @@ class TPGroup(Protocol):
     def smallest(self, value: int) -> int:
         """Return the smallest of the ranks' values; waits for all ranks."""
 
+    def largest(self, value: int) -> int:
+        """Return the largest of the ranks' values; waits for all ranks."""
+        return -self.smallest(-value)
+
     def check(self) -> None:
         """Raise RuntimeError if a collective has failed, because of a rank (named in the error) or by `abort`."""
 

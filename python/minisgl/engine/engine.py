@@ -22,7 +22,7 @@ from minisgl.engine.device import resolve_device, resolve_dtype
 from minisgl.engine.forward import ForwardOutput
 from minisgl.engine.memory import CPU_SEQUENCES, Needs, memory_budget, pool_size
 from minisgl.engine.parts import EngineStart, PhaseTimer, RunnerParts, load_parts, shard_logits
-from minisgl.engine.step_trial import try_steps
+from minisgl.engine.step_trial import StepTrial, try_steps
 from minisgl.kvcache.layout import KVLayout
 from minisgl.kvcache.window import WindowGroup
 from minisgl.limits import Limits
@@ -72,10 +72,10 @@ class Engine:
         if parts.model.supports_sequence_parallel:
             enable = partial(tp.enable_sequence_parallel, max_prefill_tokens, model.hidden_size, self.dtype)
             self._queue.call(enable)
-        needs, sizes, launching = self._try_steps(parts, sizes)
+        trial = self._try_steps(parts, sizes)
         with phase("allocate the KV cache"):
             layout = parts.attention.kv_layout
-            self.num_pages, num_window_pages = self._pool_size(start, layout, needs)
+            self.num_pages, num_window_pages = self._pool_size(start, layout, trial.needs)
             # Layers that have pages of their own.
             self.window = None if layout.window is None else WindowGroup(layout.window, num_window_pages)
             # The pool must be able to hold a sequence of this length.
@@ -90,9 +90,9 @@ class Engine:
         )
         # Output of the forward whose sampling has not been launched yet.
         self._output: Callable[[], ForwardOutput] | None = None
-        self._graphs = self._capture_graphs(start, sizes)
+        self._graphs = self._capture_graphs(start, trial.sizes)
         try:
-            self.step_cost: StepCost | None = self._step_cost(parts, launching)
+            self.step_cost: StepCost | None = self._step_cost(parts, trial.launching)
         except BaseException:
             if self._graphs is not None:
                 self._graphs.close()  # as in `close`
@@ -115,10 +115,10 @@ class Engine:
         sharded = self._queue.call(partial(shard_logits, parts, sizes.decode[-1]))
         return dataclasses.replace(parts, sharded_logits=sharded)
 
-    def _try_steps(self, parts: RunnerParts, sizes: GraphSizes | None) -> tuple[Needs, GraphSizes | None, float]:
-        """Return the GPU memory of steps and graphs, the sizes of the graphs that pay, and `StepCost.launching`."""
+    def _try_steps(self, parts: RunnerParts, sizes: GraphSizes | None) -> StepTrial:
+        """Return the findings of a trial of steps on a GPU; on a CPU nothing is measured or captured."""
         if self.device.type != "cuda":
-            return Needs(), sizes, 0.0
+            return StepTrial()
         with parts.start.phase("measure a step's memory"):
             return self._queue.call(partial(try_steps, parts, sizes))
 

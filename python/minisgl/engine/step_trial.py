@@ -7,6 +7,7 @@ meaningless, but memory and launches are those of real steps.
 from __future__ import annotations
 
 import gc
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +26,14 @@ from minisgl.limits import MAX_LOGPROBS
 from minisgl.sampling_params import SamplingFlags
 
 _SHORT_PROMPT = 256  # tokens
+
+
+class StepTrial(NamedTuple):
+    """Findings of a trial of steps."""
+
+    needs: Needs = Needs()
+    sizes: GraphSizes | None = None  # those of the possible graphs that pay
+    launching: float = 0.0  # as in StepCost
 
 
 def largest_step(num_slots: int, max_seq_len: int, max_tokens: int) -> Batch:
@@ -72,8 +81,8 @@ def run_trial(runner: StepRunner, batch: Batch) -> StepResult[Tensor]:
     return runner.sample(batch, runner.forward(batch), processed_logprobs=True)
 
 
-def try_steps(parts: RunnerParts, sizes: GraphSizes | None) -> tuple[Needs, GraphSizes | None, float]:
-    """Return the bytes that steps and graphs take, the sizes of those graphs that pay, and `StepCost.launching`."""
+def try_steps(parts: RunnerParts, sizes: GraphSizes | None) -> StepTrial:
+    """Try the largest steps, their launches, and graphs of the possible sizes."""
     start = parts.start
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(start.device)
@@ -86,7 +95,7 @@ def try_steps(parts: RunnerParts, sizes: GraphSizes | None) -> tuple[Needs, Grap
     graphs = 0 if sizes is None else graphs_bytes(runner, sizes)
     del runner
     torch.cuda.empty_cache()  # memory that torch keeps for reuse would count as used
-    return Needs(steps, graphs), sizes, launching
+    return StepTrial(Needs(steps, graphs), sizes, launching)
 
 
 def _try_launches(runner: StepRunner, start: EngineStart, sizes: GraphSizes | None) -> tuple[GraphSizes | None, float]:
@@ -101,9 +110,9 @@ def _try_launches(runner: StepRunner, start: EngineStart, sizes: GraphSizes | No
 
     if sizes is not None and sizes.prefill:
         tokens = launched_tokens(runner, prompt(PREFILL_SIZES[-1]))
-        return sizes.for_prefills(-start.tp.smallest(-tokens)), 0.0
+        return sizes.for_prefills(start.tp.largest(tokens)), 0.0
     seconds = launch_seconds(runner, prompt(_SHORT_PROMPT))
-    return sizes, -start.tp.smallest(-int(1e6 * seconds)) / 1e6
+    return sizes, start.tp.largest(int(1e6 * seconds)) / 1e6
 
 
 def steps_bytes(runner: StepRunner, before: int, max_tokens: int) -> int:
