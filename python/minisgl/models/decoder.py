@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ class Decoder(nn.Module):
         if self.embedding_scale != 1.0:
             x.mul_(self._scale(x))
         states = States(x, layer_inputs=None if self.layer_inputs is None else self.layer_inputs(x, ctx))
-        next_norms = [*(layer.attention_norm for layer in self.layers), None][1:]
+        next_norms = (*[layer.attention_norm for layer in self.layers][1:], None)
         for layer, next_norm in zip(self.layers, next_norms, strict=True):
             states = layer(states, ctx, next_norm)
         x = states.x
@@ -79,32 +79,30 @@ class DecoderModel(Model):
         return self.graph_safe(ops) and all(ops.delta_graph_safe(module.heads, self.dtype) for module in recurrent)
 
     def kernel_needs(self, kv_dtype: torch.dtype) -> KernelNeeds:
-        products = set()
-        for layer in (module for module in self.modules() if isinstance(module, DecoderLayer)):
-            for block, norm in ((layer.attention, layer.attention_norm), (layer.mlp, layer.mlp_norm)):
-                gate = block.activation if isinstance(block, GatedMLP) else None
-                for module in block.children():
-                    if isinstance(module, ColumnParallelLinear | RowParallelLinear | Router):
-                        width, size = module.weight.shape
-                        begins = isinstance(module, ColumnParallelLinear)
-                        products.add(Product(width, size, begins and norm is not None, gate if begins else None))
         kinds = {module: module.kind for module in self.modules() if isinstance(module, Experts)}
         kinds |= {one.experts: one.kernel_experts for one in self.modules() if isinstance(one, SparseMLP)}
-        for module in (module for module in self.modules() if isinstance(module, LayerInput)):
-            shapes = module.gate.shape, module.projection.shape
-            products |= {Product(width, size, norm=False, gate=None) for width, size in shapes}
         return KernelNeeds(
             dtype=self.dtype,
             kv_dtype=kv_dtype,
             norm_dtype=self.model.norm.weight.dtype,
             head_dims=frozenset(one.head_dim for one in self.config.attentions if one.latent is None),
             latents=frozenset(one.latent.dims for one in self.config.attentions if one.latent is not None),
-            products=frozenset(products),
+            products=frozenset(self._products()),
             experts=frozenset(kinds.values()),
             delta_taps=frozenset(
                 layer.attention.conv_size for layer in self.config.layers if isinstance(layer.attention, DeltaNetConfig)
             ),
         )
+
+    def _products(self) -> Iterator[Product]:
+        """Yield the matrix products of a step, except those of experts."""
+        for module in self.modules():
+            if isinstance(module, DecoderLayer):
+                yield from _block_products(module.attention, module.attention_norm)
+                yield from _block_products(module.mlp, module.mlp_norm)
+            elif isinstance(module, LayerInput):
+                for width, size in (module.gate.shape, module.projection.shape):
+                    yield Product(width, size, norm=False, gate=None)
 
     @property
     def supports_sequence_parallel(self) -> bool:
@@ -126,6 +124,18 @@ class DecoderModel(Model):
         return sum(weight.numel() for weight in layer.parameters()) - idle
 
 
+def _block_products(block: nn.Module, norm: RMSNorm | None) -> Iterator[Product]:
+    """Yield the products of a layer's half, which begins with `norm`."""
+    gate = block.activation if isinstance(block, GatedMLP) else None
+    for module in block.children():
+        if isinstance(module, ColumnParallelLinear):
+            width, size = module.weight.shape
+            yield Product(width, size, norm is not None, gate)
+        elif isinstance(module, RowParallelLinear | Router):
+            width, size = module.weight.shape
+            yield Product(width, size, norm=False, gate=None)
+
+
 class CausalLM(DecoderModel):
     """A decoder with the head that gives the logits of the next token."""
 
@@ -134,10 +144,10 @@ class CausalLM(DecoderModel):
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, tied_to=tied_to, tp=tp, dtype=dtype)
 
-    def kernel_needs(self, kv_dtype: torch.dtype) -> KernelNeeds:
-        needs = super().kernel_needs(kv_dtype)
+    def _products(self) -> Iterator[Product]:
+        yield from super()._products()
         width, size = self.lm_head.weight.shape
-        return replace(needs, products=needs.products | {Product(width, size, norm=True, gate=None)})
+        yield Product(width, size, norm=True, gate=None)
 
     def logits(self, states: Tensor, ctx: ForwardContext) -> Tensor:
         """Return logits [S, vocab_size] of the decoder's states [S, hidden_size]."""
