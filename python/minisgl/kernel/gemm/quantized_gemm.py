@@ -6,7 +6,7 @@ quantized_gemv.cu for one row with int4 or FP8 weights. dequantize.cu writes the
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,24 +93,38 @@ class QuantizedGemm:
 
         `norm`: RMSNorm of x, only where `norms` returns True. `tiling`: instead of the estimated best.
         """
-        rows, (width, size) = len(x), (weight.width, weight.size)
-        outputs = width if gate is None else width // 2
+        rows, width = len(x), weight.width
         if out is None:
-            out = x.new_empty((rows, outputs))
+            out = x.new_empty((rows, width if gate is None else width // 2))
         if tiling is None:
             tiling = self.tiling(weight, rows, before_attention=before_attention)
         kind = _kernel_of(weight, x.dtype, gate, tiling, norm=norm is not None)
         kernel = self._compiler.kernel(_product_spec, kind)
-        shared: dict[str, object] = {"weight": weight.words, "scales": weight.group_scales, "bias": bias}
-        shared |= {"residual": residual, "out": out, "N": width, "K": size, "cluster": tiling.split}
-        late: dict[str, object] = {"norm": None, "eps": 0.0} if norm is None else {"norm": norm.weight, "eps": norm.eps}
+        common: dict[str, Any] = {
+            "weight": weight.words,
+            "scales": weight.group_scales,
+            "bias": bias,
+            "residual": residual,
+            "out": out,
+            "N": width,
+            "K": weight.size,
+        }
+        of_norm: dict[str, Any] = {"norm": norm and norm.weight, "eps": norm.eps if norm else 0.0}
+        of_rows: dict[str, Any] = {"row_scales": weight.row_scales}
         if isinstance(tiling, GemvTiling):
-            kernel((1, tiling.clusters), tiling.threads, x=x, row_scales=weight.row_scales, **late, **shared)
+            kernel((1, tiling.clusters), tiling.threads, cluster=tiling.split, x=x, **of_norm, **of_rows, **common)
             return out
-        grid = 1, -(-rows // tiling.max_rows), -(-width // tiling.block_n)
-        scaling = late if tiling.skinny else {"row_scales": weight.row_scales}
         x_rows = tiling.x_rows(rows)
-        kernel(grid, tiling.threads, x_map=tensor_map(x, x_rows, 64), M=rows, x_rows=x_rows, **scaling, **shared)
+        kernel(
+            (1, -(-rows // tiling.max_rows), -(-width // tiling.block_n)),
+            tiling.threads,
+            cluster=tiling.split,
+            x_map=tensor_map(x, x_rows, 64),
+            M=rows,
+            x_rows=x_rows,
+            **(of_norm if tiling.skinny else of_rows),  # skinny_int4_gemm.cu norms x; int4 has no scales of rows
+            **common,
+        )
         return out
 
     def norms(self, x: Tensor, weight: PackedLevels, norm: Norm) -> bool:
