@@ -51,21 +51,31 @@ def pack_levels(levels: Levels, dtype: torch.dtype, *, gated: bool = False) -> P
 
     The columns must be a multiple of CHUNK, and half of the rows of a gated matrix a multiple of eight.
     """
-    (width, size), kind, device = levels.shape, levels.format.kind, levels.codes.device
+    (width, size), form, device = levels.shape, levels.format, levels.codes.device
     order = torch.arange(-(-width // TILE) * TILE, device=device)
     if gated:  # eight of 16 rows are gates
         order = order // 16 * 8 + order % 8 + order // 8 % 2 * (width // 2)
     order = order.clamp_(max=width - 1)  # rows beyond the last are never used
-    words = torch.empty((len(order) // TILE, size // CHUNK[kind], 512), dtype=torch.int32, device=device)
+    words = torch.empty((len(order) // TILE, size // CHUNK[form.kind], 512), dtype=torch.int32, device=device)
     count = max(_BLOCK // (size * TILE), 1)
     for start in range(0, len(words), count):
         rows = order[start * TILE : (start + count) * TILE]
-        words[start : start + count] = pack_codes(levels.codes[rows], kind, dtype)
-    if levels.format.group == 0:
-        nothing = torch.empty(0, dtype=torch.int32, device=device)
-        return PackedLevels(kind, width, size, 0, gated, False, words, nothing, levels.scales.flatten())
-    scales = pack_scales(levels[order], dtype)
-    return PackedLevels(kind, width, size, levels.format.group, gated, levels.format.offsets, words, scales, None)
+        words[start : start + count] = pack_codes(levels.codes[rows], form.kind, dtype)
+    if form.group:
+        group_scales, row_scales = pack_scales(levels[order], dtype), None
+    else:
+        group_scales, row_scales = torch.empty(0, dtype=torch.int32, device=device), levels.scales.flatten()
+    return PackedLevels(
+        kind=form.kind,
+        width=width,
+        size=size,
+        group=form.group,
+        gated=gated,
+        offsets=form.offsets,
+        words=words,
+        group_scales=group_scales,
+        row_scales=row_scales,
+    )
 
 
 def pack_scales(levels: Levels, dtype: torch.dtype) -> Tensor:
