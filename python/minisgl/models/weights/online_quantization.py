@@ -26,18 +26,23 @@ def round_weights(model: nn.Module, method: Method, forms: WeightForms) -> None:
         if isinstance(module, Experts) and module.packed is None:
             _round(name, module.w13.flatten(0, 1), method, forms, divided=False)
             _round(name, module.w2.flatten(0, 1), method, forms, divided=not module.whole)
+        elif isinstance(module, LMHead):
+            if method == "int4":
+                _round_head(name, module, forms)
         elif isinstance(module, Linear) and module.levels is None:
-            if isinstance(module, LMHead):
-                if method != "int4":
-                    continue
-                if forms.rounded(module) is not None:
-                    module.levels = levels_of_int4(module.weight)
-                    module.weight = unallocated(*module.weight.shape, dtype=module.weight.dtype)
-                    continue
-                if module.tied:  # the embedding stays as it is
-                    module.weight = nn.Parameter(module.weight.clone(), requires_grad=False)
             divided = isinstance(module, RowParallelLinear)
             module.grid = _round(name, module.weight, method, forms, divided=divided)
+
+
+def _round_head(name: str, head: LMHead, forms: WeightForms) -> None:
+    """Round a head to int4. The embedding that it may be tied to stays as it is."""
+    if forms.rounded(head) is not None:
+        head.levels = levels_of_int4(head.weight)
+        head.weight = unallocated(*head.weight.shape, dtype=head.weight.dtype)
+        return
+    if head.tied:
+        head.weight = nn.Parameter(head.weight.clone(), requires_grad=False)
+    head.grid = _round(name, head.weight, "int4", forms, divided=False)
 
 
 def _round(name: str, weight: Tensor, method: Method, forms: WeightForms, *, divided: bool) -> Int4Grid | None:
