@@ -27,7 +27,7 @@ CPU_BYTES = 12e9  # bytes a second that a CPU reads
 CPU_OPERATIONS = 2e11  # operations a second of a CPU's matrix products
 CPU_ATTENTION = 2e10  # operations a second of a CPU's attention
 
-NOTHING = 1e-9  # the fewest seconds of a token of a prompt, so that budgets stay finite
+MIN_TOKEN_SECONDS = 1e-9  # of a token of a prompt, so that budgets stay finite
 
 
 def estimate_cost(weight_bytes: int, weights_per_token: int, specs: Sequence[AttentionSpec]) -> StepCost:
@@ -77,16 +77,16 @@ def measure_cost(
     if many.fits:
         series.append((steps.plan(1, 0, large), *many.plan(steps)))
     # The runs of a kind are spread over rounds, so that a short disturbance does not affect all of them.
-    rounds = [[seconds for batches in series for seconds in seconds_of(batches)] for _ in range(RUNS)]
-    fastest = list(map(min, zip(*rounds, strict=True)))
-    first, short_prompt, decodes, second, later_chunk, long_decodes = fastest[:6]
+    rounds = [[seconds_of(batches) for batches in series] for _ in range(RUNS)]
+    fastest = [list(map(min, zip(*runs, strict=True))) for runs in zip(*rounds, strict=True)]
+    (first, short_prompt, decodes), (second, later_chunk, long_decodes), *of_many = fastest
     attended = max((later_chunk - short_prompt) / (small * chunk_context), 0.0)
     # Seconds of two lengths of prompts, less their attention: two points of a line.
     short, long = short_prompt - attended * small**2 / 2, min(first, second) - attended * large**2 / 2
-    token = max((long - short) / (large - small), NOTHING)
+    token = max((long - short) / (large - small), MIN_TOKEN_SECONDS)
     fixed = max(short - token * small, 0.0)
     if fixed > decodes:  # decodes have the fixed part, too, so the short prompt must have waited for the host
-        fixed, token = decodes, max((long - decodes) / large, NOTHING)
+        fixed, token = decodes, max((long - decodes) / large, MIN_TOKEN_SECONDS)
     cost = StepCost(
         prefill_token=token,
         prefill_context=attended,
@@ -94,7 +94,7 @@ def measure_cost(
         decode_context=max((long_decodes - decodes) / (rows * (context - 1)), 0.0),
         fixed=fixed,
     )
-    return many.refine(cost, fastest[7:], rows, decodes) if many.fits else cost
+    return many.refine(cost, of_many[0][1:], rows, decodes) if of_many else cost
 
 
 @dataclass(frozen=True, slots=True)
