@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from minisgl.context import ForwardContext
 from minisgl.distributed import TPGroup
+from minisgl.distributed.group import Summed
+from minisgl.kernel.base import Norm
 from minisgl.layers.attention import Attention
 from minisgl.layers.delta_net import GatedDeltaNet
 from minisgl.layers.latent_attention import LatentAttention
@@ -29,6 +31,23 @@ class States(NamedTuple):
     x: Tensor
     normed: Tensor | None = None
     layer_inputs: Tensor | None = None
+
+
+class Block(Protocol):
+    """Attention or feed-forward block: [T, hidden_size] -> [T, hidden_size]."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        norm: RMSNorm | None,
+        ctx: ForwardContext,
+        residual: Tensor | None = None,
+        next_norm: Norm | None = None,
+    ) -> Summed:
+        """Return block(norm(x)) + residual, and `next_norm` of this sum if one kernel computes both.
+
+        Without a residual, return the rank's part of block(norm(x)). The residual may be overwritten.
+        """
 
 
 class DecoderLayer(nn.Module):
@@ -90,7 +109,7 @@ class DecoderLayer(nn.Module):
 
     def _block(
         self,
-        block: Any,
+        block: Block,
         norm: RMSNorm | None,
         post_norm: RMSNorm | None,
         states: States,
