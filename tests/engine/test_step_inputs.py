@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl.core import Batch, ScoredTokens
-from minisgl.engine.step_inputs import last_pages, pad_inputs, step_inputs, views_like
+from minisgl.engine.step_inputs import last_pages, no_inputs, pad_inputs, step_inputs, views_like
 
 SCRATCH = 99
 MAX_SEQ_LEN = 50
@@ -73,6 +73,20 @@ def test_padding_uses_scratch_slots(rows: list[tuple[int, int, bool]], more_toke
     lengths = np.diff(padded.query_starts).tolist()
     assert lengths[count:] == [0] * more_rows + [more_tokens]
     assert padded.kv_lens[count:].tolist() == [0] * more_rows + [min(more_tokens, MAX_SEQ_LEN)]
+
+
+def test_a_graph_is_captured_with_padding_alone() -> None:
+    padded = pad_inputs(no_inputs(), 8, 3, SCRATCH, MAX_SEQ_LEN)
+    assert [array.tolist() for array in padded] == [
+        [SCRATCH] * 8,
+        [0] * 8,
+        [SCRATCH] * 4,
+        [0, 0, 0, 8],
+        [0, 0, 0, 0, 8],
+        [],
+        [],
+    ]
+    assert all(array.dtype == np.int32 for array in padded)
 
 
 @settings(deadline=None)

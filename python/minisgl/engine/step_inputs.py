@@ -41,6 +41,20 @@ def step_inputs(batch: Batch) -> StepInputs[Int32Array]:
     )
 
 
+def no_inputs() -> StepInputs[Int32Array]:
+    """Return the inputs of a step without rows."""
+    empty = np.empty(0, dtype=np.int32)
+    return StepInputs(
+        token_slots=empty,
+        positions=empty,
+        slots=empty,
+        kv_lens=empty,
+        query_starts=np.zeros(1, dtype=np.int32),
+        logits_indices=empty,
+        sampling_slots=empty,
+    )
+
+
 def _scored_tokens(batch: Batch, query_starts: Int32Array) -> Int32Array:
     """Return the indices of the step's tokens that score the next token of the prompt."""
     if batch.logprobs is None:

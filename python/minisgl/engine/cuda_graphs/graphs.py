@@ -22,7 +22,7 @@ from minisgl.context import ForwardContext
 from minisgl.core import Batch
 from minisgl.engine.cuda_graphs.sizes import GraphSizes
 from minisgl.engine.forward import ForwardOutput, StepRunner
-from minisgl.engine.step_inputs import StepInputs, pad_inputs, step_inputs, views_like
+from minisgl.engine.step_inputs import StepInputs, no_inputs, pad_inputs, step_inputs, views_like
 from minisgl.sampling_params import SamplingFlags
 from minisgl.uploads import pinned, upload
 
@@ -222,10 +222,9 @@ class PrefillGraphs:
     def _capture(self, memory: GraphMemory, size: int) -> _CapturedPrefill:
         runner, device = self._runner, self._runner.state.device
         rows = min(runner.state.scratch_slot, size)
-        empty = np.empty(0, dtype=np.int32)
-        nothing = StepInputs(empty, empty, empty, empty, np.zeros(1, dtype=np.int32), empty, empty)
-        padding = pad_inputs(nothing, size, rows, runner.state.scratch_slot, runner.state.max_seq_len)
+        padding = pad_inputs(no_inputs(), size, rows, runner.state.scratch_slot, runner.state.max_seq_len)
         inputs_len = sum(map(len, padding))
+        # Each token may have an index among logits_indices and each row another one, and each row a sampling slot.
         packed = torch.zeros(inputs_len + size + 2 * rows, dtype=torch.int32, device=device)
         packed[:inputs_len] = torch.from_numpy(np.concatenate(padding)).to(device)
         inputs = views_like(packed, padding)
