@@ -18,11 +18,13 @@ from support.server import PATIENCE
 FIND = """
 import gc
 import sys
+import time
 from tqdm import tqdm
 from minisgl.config import ConfigError
 from minisgl.logs import set_up_logging
 from minisgl.models.hub import model_folder
 set_up_logging()
+time.sleep = lambda seconds: None  # between tries
 for word in sys.argv[1:]:
     name, _, revision = word.partition("@")
     try:
@@ -140,6 +142,16 @@ def test_each_failure_is_one_line_with_its_cause(hub: Hub, tmp_path: Path) -> No
     assert log.count("No files matched") <= 1, "the library writes its lines, if any, once"
 
 
+@pytest.mark.parametrize("fault", [Fault(end="reset", after=50_000), Fault(503), Fault(end="close", after=50_000)])
+def test_a_fault_within_a_file_is_tried_again(fault: Fault, hub: Hub, tmp_path: Path) -> None:
+    hub.push("o/m", SMALL)
+    hub.faults["GET /o/m/.*safetensors"] = fault._replace(times=3)
+    (folder,), log = find(hub, tmp_path, "o/m")
+    assert files_of(folder) == SMALL
+    assert hub.faults["GET /o/m/.*safetensors"].times == 0
+    assert "secret" not in log
+
+
 DOWN = {
     "refused": Fault(),
     "an error": Fault(500),
@@ -169,6 +181,15 @@ def test_a_hub_that_is_down_leaves_a_complete_cache(how: str, hub: Hub, full_cac
     else:
         assert f"; the cache's commit {commit} is used" in log
         assert re.search(f"has no branch main|could not be downloaded .* to {full_cache}/hub: ", never)
+
+
+def test_a_hub_that_stalls_at_its_list_of_files_is_not_waited_for(hub: Hub, full_cache: Path) -> None:
+    before = hub.push("o/m", SMALL)
+    hub.push("o/m", SMALL | {"config.json": b'{"moved": true}'})
+    hub.faults["GET /api/models/o/m/tree/"] = Fault(end="stall")
+    (folder,), log = find(hub, full_cache, "o/m", HF_HUB_ETAG_TIMEOUT="1")
+    assert files_of(folder) == SMALL
+    assert re.search(rf"could not be downloaded .* ReadTimeout: .*; the cache's commit {before} is used", log)
 
 
 def test_a_part_of_a_model_is_never_taken_for_the_whole(hub: Hub, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import socket
@@ -22,12 +23,16 @@ Files = Mapping[str, bytes]
 
 
 class Fault(NamedTuple):
-    """A wrong answer: another status, or the connection ends or stalls after some bytes of the right body."""
+    """A wrong answer: another status, or the connection ends or stalls after some bytes of the right body.
+
+    It is given to the first `times` requests alone.
+    """
 
     status: int = 200
     headers: Mapping[str, str] = {}
     end: str = ""  # "close", "reset" or "stall"
     after: int = 0  # bytes
+    times: float = math.inf
 
 
 class Request(NamedTuple):
@@ -50,6 +55,7 @@ class Hub:
         self.faults: dict[str, Fault] = {}  # by a pattern of "METHOD path", matched from its beginning
         self.commits: dict[str, dict[str, Files]] = {}  # by model and commit
         self.branches: dict[tuple[str, str], str] = {}
+        self._counting = threading.Lock()
         self.stalled, self.ended = threading.Event(), threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self._server.daemon_threads = True
@@ -73,6 +79,15 @@ class Hub:
         self.commits.setdefault(model, {})[commit] = files
         self.branches[model, branch] = commit
         return commit
+
+    def take_fault(self, request: str) -> Fault:
+        """Return the fault that this request meets, which counts as one of its times."""
+        with self._counting:
+            for pattern, fault in self.faults.items():
+                if fault.times > 0 and re.match(pattern, request):
+                    self.faults[pattern] = fault._replace(times=fault.times - 1)
+                    return fault
+        return Fault()
 
     def environment(self, cache: Path, **more: str) -> dict[str, str]:
         """Return the environment of a process that uses this hub and this cache."""
@@ -102,8 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         is_cdn = self.headers["Host"].startswith("localhost")
         self.hub.requests.append(Request(self.command, path, is_cdn, self.headers["Authorization"]))
-        faults = self.hub.faults.items()
-        fault = next((fault for pattern, fault in faults if re.match(pattern, f"{self.command} {path}")), Fault())
+        fault = self.hub.take_fault(f"{self.command} {path}")
         if fault.status != 200:
             self._send(fault.status, b"", fault.headers)
         elif api := re.fullmatch(r"/api/models/(\w+/[\w.]+)(?:/(revision|tree)/(.+))?", path):

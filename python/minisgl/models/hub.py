@@ -7,11 +7,12 @@ import logging
 import os
 import re
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import minisgl
 from minisgl.config import DEMO_MODEL, SourceConfig
@@ -33,8 +34,9 @@ _IGNORED = [
 ]
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _PART = re.compile(r"\.[0-9a-f]{8}\.incomplete$")  # of huggingface_hub: a name that no later download continues
-# Parts of errors: an address's query, which may hold a signature, and what each status code means.
+# Parts of errors and log lines: an address's query, which may hold a signature, and what each status code means.
 _NOISE = re.compile(r"\?[^\s'\"]+| For more information check: \S+")
+_RETRY_PAUSES = (1.0, 2.0, 4.0)  # seconds before another try of a download that the network or the hub broke
 
 
 class ModelFolders(NamedTuple):
@@ -143,31 +145,82 @@ def _download_from_hugging_face(name: str, revision: str | None, patterns: list[
     library.handlers.clear()  # or each of its lines would be written twice: they reach the root's handlers, too
     if library.level == logging.WARNING:  # its default hides that it waits for another process's download of a file
         library.setLevel(logging.NOTSET)
+    for module in ("file_download", "utils._http"):  # they log the addresses of faults
+        logging.getLogger(f"huggingface_hub.{module}").addFilter(_tidy)
     snapshot = partial(snapshot_download, name, revision=revision, allow_patterns=patterns, ignore_patterns=_IGNORED)
+    commit = None
     try:
         # snapshot_download itself would wait for ever for a hub that does not answer.
-        about = HfApi().model_info(name, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-    except Exception as error:  # also of httpx or httpx2, by the version of huggingface_hub
+        commit = HfApi().model_info(name, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT).sha
+        logger.info("model %s: commit %s of %s", name, commit, constants.ENDPOINT)
+        folder = Path(_try_repeatedly(partial(snapshot, tqdm_class=line_bar())))
+    except Exception as error:  # also of hf_xet, and of httpx or httpx2, by the version of huggingface_hub
         failure = _download_failure(name, revision, error)
         try:
             folder = Path(snapshot(local_files_only=True))
         except IncompleteSnapshotError as missing:
-            lacking = in_one_line(missing).partition(" Outgoing traffic")[0]
-            raise UnsupportedModel(f"{failure}; {lacking}") from error
+            lacking = "" if commit else f"; {in_one_line(missing).partition(' Outgoing traffic')[0]}"
+            raise UnsupportedModel(failure + lacking) from error
         except (OSError, HFValidationError):  # not there, or not readable
             raise UnsupportedModel(failure) from error
         if constants.HF_HUB_OFFLINE:
             logger.info("model %s: commit %s of %s", name, folder.name, constants.HF_HUB_CACHE)
         else:
             logger.warning("%s; the cache's commit %s is used", failure, folder.name)
-        return folder
-    logger.info("model %s: commit %s of %s", name, about.sha, constants.ENDPOINT)
-    try:
-        folder = Path(snapshot(tqdm_class=line_bar()))
-    except Exception as error:  # also of hf_xet
-        raise UnsupportedModel(_download_failure(name, revision, error)) from error
     gc.collect()  # ends the bars, which the library leaves open: a terminal would show them again at the server's end
     return folder
+
+
+def _try_repeatedly(download: Callable[[], str]) -> str:
+    """Return what `download` returns. After a fault that may pass it is tried again; finished files are kept.
+
+    huggingface_hub itself tries again after other faults than a reset connection or an error 5xx within a file.
+    """
+    for pause in (*_RETRY_PAUSES, None):
+        _limit_waits()
+        try:
+            return download()
+        except Exception as error:
+            if pause is None or not _may_pass(error):
+                raise
+            logger.warning("the download failed and is tried again in %g s: %s", pause, _cause(error))
+        time.sleep(pause)
+    raise AssertionError("the last try returns or raises")
+
+
+def _limit_waits() -> None:
+    """Give a time limit to those requests of huggingface_hub that have none: its list of a model's files."""
+    from huggingface_hub import constants, get_session
+
+    def limit(request: Any) -> None:
+        seconds = request.extensions["timeout"]
+        for phase, given in seconds.items():
+            if given is None:
+                seconds[phase] = constants.HF_HUB_ETAG_TIMEOUT
+
+    get_session().event_hooks["request"].append(limit)
+
+
+def _may_pass(error: Exception) -> bool:
+    """Return True for faults of the network, and for a hub or a host of files that has failed or is too busy."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if isinstance(error, HfHubHTTPError):
+        return error.response.status_code >= 500
+    return any(kind.__name__ == "TransportError" for kind in type(error).__mro__)  # of httpx or httpx2
+
+
+def _cause(error: Exception) -> str:
+    return f"{type(error).__name__}: {_quiet(error)}"
+
+
+def _tidy(record: logging.LogRecord) -> bool:
+    record.msg, record.args = _quiet(record.getMessage()), ()
+    return True
+
+
+def _quiet(text: Exception | str) -> str:
+    return _NOISE.sub("", in_one_line(text))
 
 
 def _download_failure(name: str, revision: str | None, error: Exception) -> str:
@@ -200,5 +253,6 @@ def _download_failure(name: str, revision: str | None, error: Exception) -> str:
             return (
                 f"model {name} is neither a folder nor complete in {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set"
             )
-    cause = f"{type(error).__name__}: {_NOISE.sub('', in_one_line(error))}"
-    return f"model {name} could not be downloaded from {constants.ENDPOINT} to {constants.HF_HUB_CACHE}: {cause}"
+    return (
+        f"model {name} could not be downloaded from {constants.ENDPOINT} to {constants.HF_HUB_CACHE}: {_cause(error)}"
+    )
