@@ -200,6 +200,37 @@ def test_a_part_of_a_model_is_never_taken_for_the_whole(hub: Hub, tmp_path: Path
     assert line.endswith("is incomplete: 1 file(s) are missing (model.safetensors).")
 
 
+INTERRUPTED = """
+import minisgl
+try:
+    minisgl.LLM("o/m")
+except KeyboardInterrupt:
+    print("interrupted")
+try:
+    minisgl.LLM("o/none")
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_signal_to_an_llm_ends_its_download_at_once(number: signal.Signals, hub: Hub, tmp_path: Path) -> None:
+    """Ctrl-C is an exception of the user's process, and SIGKILL does not leave a process that downloads."""
+    hub.push("o/m", SMALL)
+    hub.faults["GET /o/m/.*safetensors"] = Fault(end="stall", after=50_000)
+    command, pipe = [sys.executable, "-c", INTERRUPTED], subprocess.PIPE
+    process = subprocess.Popen(command, env=hub.environment(tmp_path), stdout=pipe, stderr=pipe, text=True)
+    assert hub.stalled.wait(PATIENCE)
+    process.send_signal(number)
+    out, log = process.communicate(timeout=PATIENCE)  # also the end of the child, which has the same stderr
+    if number == signal.SIGINT:
+        first, second = out.splitlines()
+        assert first == "interrupted", log
+        assert second.startswith("model o/none does not exist: no such folder, and the hub knows no such model")
+    assert "Traceback" not in log
+    assert not list(tmp_path.rglob("*.incomplete"))
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_download_at_once(number: signal.Signals, hub: Hub, tmp_path: Path) -> None:
     """The rest of the file would come only after the end of this test."""

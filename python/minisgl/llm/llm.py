@@ -30,6 +30,7 @@ from minisgl.message.control import Progress
 from minisgl.message.shared import TextOptions
 from minisgl.message.to_tokenizer import ConversationMessage, PairPrompt
 from minisgl.models.config.generation_config import load_sampling_defaults
+from minisgl.models.download_process import download_interruptibly
 from minisgl.models.hub import find_model
 from minisgl.models.load_config import load_engine_model
 from minisgl.pooling.pooling_config import NO_TEXT, NO_VECTORS, PoolingConfig
@@ -79,7 +80,8 @@ class LLM:
         source, config, scheduling = read_settings(settings)
         server = ServerConfig(source=source, engine=config, scheduler=scheduling, model_names=(model,))
         server.validate()
-        folder, tokenizer_folder = find_model(source, weights=config.load_format != "dummy")
+        weights = config.load_format != "dummy"
+        folder, tokenizer_folder = find_model(source, weights=weights, download=download_interruptibly)
         server = server.located(folder, tokenizer_folder)
         config = server.engine
         model_config = load_engine_model(folder, config)
@@ -111,7 +113,7 @@ class LLM:
                     model_config,
                     tp=tp,
                     phase=phase,
-                    progress=config.load_format != "dummy",
+                    progress=weights,
                     max_prefill_tokens=scheduling.max_prefill_tokens,
                     reuses_prefixes=reuses_prefixes(scheduling, model_config),
                 )

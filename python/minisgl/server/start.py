@@ -12,7 +12,7 @@ from minisgl.cli import parse_args
 from minisgl.config import ConfigError
 from minisgl.logs import configure_logging, set_up_logging
 from minisgl.models.config.generation_config import load_sampling_defaults
-from minisgl.models.hub import ended_by_signals
+from minisgl.models.download import ended_by_signals
 from minisgl.models.load_config import load_engine_model
 from minisgl.pooling.pooling_config import NO_TEXT
 from minisgl.process.machine import open_standard_streams, raise_open_files, wait_for_children

@@ -21,7 +21,8 @@ from minisgl.config import ConfigError, EngineConfig, SchedulerConfig
 from minisgl.config.settings import add_flags, read_flags
 from minisgl.engine.device import resolve_device, resolve_dtype
 from minisgl.models.config.model_config import ModelConfig
-from minisgl.models.hub import ended_by_signals, model_folder
+from minisgl.models.download import ended_by_signals
+from minisgl.models.hub import model_folder
 from minisgl.models.load_config import load_model_config
 from minisgl.progress import progress_bar
 from minisgl.sampling_params import InvalidRequest
