@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from tokenizers import Tokenizer, decoders, models
 
 from minisgl.core import FinishReason
 from minisgl.message.logprobs import LogprobRows, PositionLogprobs, TokenLogprob, unpack_positions
@@ -73,6 +74,26 @@ def test_ids_come_while_text_is_held_back() -> None:
     assert detokenizer.apply(step((1, first)))[0] == [OutputDelta(1, pack_ids([first]), "")]
     texts = [detokenizer.apply(step((1, token)))[0][0].text for token in rest]
     assert "".join(texts) == "世"
+
+
+STRIP = decoders.Strip(" ", 0, 2)  # `tokenizers` panics at less than it may strip
+
+
+@pytest.mark.parametrize("decoder", [STRIP, decoders.Sequence([decoders.Fuse(), STRIP])], ids=["token", "text"])
+def test_ids_at_which_the_library_panics_end_their_sequence_alone(decoder: decoders.Decoder) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"ab": 0, " ": 1}, unk_token="ab"))
+    tokenizer.decoder = decoder
+    detokenizer = Detokenizer(make_decoder(tokenizer))
+    begin = step((1, 1), (2, 0), opened={1: TextOptions(), 2: TextOptions()})
+    begin.logprobs = LogprobRows([1], [1], [0], pack_ids([1]), np.zeros(1, "<f4").tobytes(), pack_ids([1]), b"", b"")
+    deltas, stopped = detokenizer.apply(begin)
+    assert (deltas[0].seq_id, deltas[0].text, deltas[0].finish) == (1, "", "error")
+    assert [position.chosen.text for position in unpack_positions([deltas[0].logprobs])] == [b" "]
+    assert stopped == [Stopped(1)]
+    more, _ = detokenizer.apply(step((1, 0), (2, 0), ended=[End(1, "stop"), End(2, "length")]))
+    assert deltas[1].text + "".join(delta.text for delta in more) == "abab"
+    assert [(delta.seq_id, delta.finish) for delta in more] == [(2, "length")]
+    assert detokenizer.open_sequences == detokenizer.dropped_tokens == 0
 
 
 @pytest.mark.parametrize("reason", ["stop", "length", "abort", "error"])

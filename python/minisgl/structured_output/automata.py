@@ -25,6 +25,7 @@ from weakref import WeakSet
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
+from minisgl.panics import LibraryPanic, panics_as_errors
 from minisgl.sampling_params import MAX_GRAMMARS_BYTES, Grammar
 from minisgl.structured_output.heap import allocated_bytes, return_free_memory
 from minisgl.structured_output.translate import (
@@ -228,7 +229,8 @@ class Automata:
     def _load_vocabulary(self) -> GrammarVocabulary | None:
         try:
             tokenizer = self._load()
-            tokens = model_vocabulary(tokenizer, self._vocab_size, self._eos_token_ids)
+            with panics_as_errors():
+                tokens = model_vocabulary(tokenizer, self._vocab_size, self._eos_token_ids)
             return GrammarVocabulary(tokens, frozenset(named_tokens(tokenizer).values()))
         except Exception:  # whatever reading a tokenizer raises
             logger.exception("no grammar can be followed: llguidance cannot use the model's tokenizer")
@@ -266,10 +268,11 @@ def _compiled(grammar: Grammar, vocabulary: Future[GrammarVocabulary | None]) ->
         return None
     try:
         text = without_forced_tokens(grammar) if names_special_token(grammar, words.special) else to_llguidance(grammar)
-        matcher = LLMatcher(words.tokens, text, log_level=0, limits=PARSER_LIMITS)
-        matcher.compute_bitmask()  # copies share the states that this computes
-        error = matcher.get_error()
-    except ValueError as invalid:
+        with panics_as_errors():
+            matcher = LLMatcher(words.tokens, text, log_level=0, limits=PARSER_LIMITS)
+            matcher.compute_bitmask()  # copies share the states that this computes
+            error = matcher.get_error()
+    except (ValueError, LibraryPanic) as invalid:
         error = str(invalid)
     if error:
         logger.error("a %s grammar that was validated cannot be followed: %s", grammar.kind, error)

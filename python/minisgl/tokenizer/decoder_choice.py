@@ -8,6 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders
 
+from minisgl.panics import LibraryPanic, panics_as_errors
 from minisgl.tokenizer.decoders.base import BYTE_TOKEN, REPLACEMENT, TextDecoder, TokenTable
 from minisgl.tokenizer.decoders.byte_level import ALPHABET, ByteLevelDecoder
 from minisgl.tokenizer.decoders.redecoding import RedecodingDecoder
@@ -117,7 +118,11 @@ def _is_incremental(step: dict[str, Any]) -> bool:
 def _letter(tokenizer: Tokenizer, table: TokenTable) -> int | None:
     """Return the first token that is a single letter by itself."""
     for token_id in sorted(table.tokens):
-        text = tokenizer.decode([token_id], skip_special_tokens=False)
+        try:
+            with panics_as_errors():
+                text = tokenizer.decode([token_id], skip_special_tokens=False)
+        except LibraryPanic:
+            continue
         if len(text) == 1 and text.isalnum() and token_id not in table.byte_of:
             return token_id
     return None

@@ -1,22 +1,29 @@
 """Text state of all running sequences: takes token ids, returns text deltas, and finds stop strings.
 
 Only a sequence's Open creates its state and only its End frees it, so a late token cannot revive a sequence. Each
-sequence gets exactly one finishing delta: at a stop string, or else at its End. There is no I/O here: the detokenizer
-worker and the offline LLM pass the messages.
+sequence gets exactly one finishing delta: at a stop string, at ids that `tokenizers` cannot decode, or else at its End.
+There is no I/O here: the detokenizer worker and the offline LLM pass the messages.
 """
 
 from __future__ import annotations
 
+import logging
+
 import msgspec
 
+from minisgl.core import FinishReason
 from minisgl.message.logprobs import PackedLogprobs, pack_positions, unpack_logprobs
 from minisgl.message.packed_ids import ID_BYTES, unpack_ids
 from minisgl.message.to_api import OutputDelta
 from minisgl.message.to_detokenizer import End, Open, StepOutput
 from minisgl.message.to_scheduler import Stopped
+from minisgl.panics import LibraryPanic
 from minisgl.parsers.streaming import possible_start
 from minisgl.tokenizer.decoders.base import TextDecoder
 
+logger = logging.getLogger(__name__)
+
+_NO_TEXT = "output cannot be decoded: its sequence ends with an error"
 NO_TEXT_ID = 2**31 - 1  # outside every vocabulary, so it decodes to ""
 
 
@@ -26,7 +33,7 @@ class Detokenizer:
     def __init__(self, decoder: TextDecoder) -> None:
         self._decoder = decoder
         self._running: dict[int, _Sequence] = {}
-        self._stopped: set[int] = set()  # sequences that a stop string ended and whose End is still to come
+        self._stopped: set[int] = set()  # sequences that ended here and whose End is still to come
         self.dropped_tokens = 0
 
     @property
@@ -48,18 +55,25 @@ class Detokenizer:
             if state is None:
                 self.dropped_tokens += seq_id not in self._stopped
                 continue
-            text = state.feed(token)
-            stop = None
-            if state.matcher is not None:
-                text, stop = state.match(text)
+            stop: str | None = None
+            finish: FinishReason | None = None
+            try:
+                text = state.feed(token)
+            except LibraryPanic:
+                logger.exception(_NO_TEXT)
+                text, finish = "", "error"
+            else:
+                if state.matcher is not None:
+                    text, stop = state.match(text)
+                    finish = None if stop is None else "stop"
             if seq_id in deltas:  # its second token in this step
                 ids = deltas[seq_id].ids + ids
                 text = deltas[seq_id].text + text
-            if stop is None:
+            if finish is None:
                 deltas[seq_id] = OutputDelta(seq_id, ids, text)
             else:
                 deltas[seq_id] = OutputDelta(
-                    seq_id, ids, text, "stop", state.cached_tokens, stop, admitted=state.admitted
+                    seq_id, ids, text, finish, state.cached_tokens, stop, admitted=state.admitted
                 )
                 del running[seq_id]
                 self._stopped.add(seq_id)
@@ -135,7 +149,12 @@ class _Sequence:
     def finish(self, end: End, delta: OutputDelta | None) -> OutputDelta:
         """Return the last delta: this step's output and the text held back, in which a stop string may be found."""
         ids, shown = (b"", "") if delta is None else (delta.ids, delta.text)
-        text, stop = self._flush(), None
+        stop: str | None = None
+        try:
+            text = self._flush()
+        except LibraryPanic:
+            logger.exception(_NO_TEXT)
+            text, end = "", End(end.seq_id, "error")
         if self.matcher is not None:
             text, stop = self.match(text, 0)
             text += self.matcher.flush()

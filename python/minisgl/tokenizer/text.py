@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from tokenizers import Tokenizer
 
 from minisgl.core import Int32Array
 from minisgl.limits import Limits
+from minisgl.panics import panics_as_errors
 from minisgl.sampling_params import CONTEXT_LENGTH_EXCEEDED, InvalidRequest
 from minisgl.tokenizer.chat_template import ChatTemplates
 from minisgl.tokenizer.decoder_choice import make_decoder
@@ -157,14 +157,3 @@ class TextTokenizer:
         with panics_as_errors():
             tokens = np.asarray(ids, dtype=np.int32).tolist()
             return self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
-
-
-@contextmanager
-def panics_as_errors() -> Iterator[None]:
-    """Raise a panic of `tokenizers`, which is no Exception, as RuntimeError: it ends a request, but no process."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":  # pyo3 does not export it
-            raise
-        raise RuntimeError(f"tokenizers panicked: {error}") from error

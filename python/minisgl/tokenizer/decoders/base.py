@@ -16,6 +16,7 @@ from typing import Literal, Protocol
 from tokenizers import Tokenizer
 
 from minisgl.message.logprobs import TokenTexts
+from minisgl.panics import panics_as_errors
 
 REPLACEMENT = "\ufffd"
 
@@ -26,10 +27,10 @@ class TextStream(Protocol):
     """Decoding state of one sequence."""
 
     def feed(self, token: int) -> str:
-        """Add a token; return the text that has become certain."""
+        """Add a token; return the text that has become certain. LibraryPanic if the ids cannot be decoded."""
 
     def flush(self) -> str:
-        """Return the rest of the text, when no token follows."""
+        """Return the rest of the text, when no token follows. LibraryPanic if the ids cannot be decoded."""
 
 
 class TextDecoder(TokenTexts, Protocol):
@@ -87,7 +88,9 @@ class TableDecoder:
         return token not in self._table.tokens
 
     def decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
+        """Return the text of ids. LibraryPanic for those that `tokenizers` cannot decode."""
+        with panics_as_errors():
+            return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")  # Rust's from_str_radix accepts a sign, too

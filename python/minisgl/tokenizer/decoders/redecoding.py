@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from tokenizers import Tokenizer
 
+from minisgl.panics import LibraryPanic
 from minisgl.tokenizer.decoders.base import REPLACEMENT, TableDecoder, TextStream, TokenTable
 from minisgl.tokenizer.decoders.byte_level import ALPHABET
 
@@ -40,9 +41,16 @@ class RedecodingDecoder(TableDecoder):
         ]
         short.sort(key=lambda token_id: (len(self._table.tokens[token_id]), token_id))
         with_letter = [token_id for token_id in short if any(map(str.isalnum, self._table.tokens[token_id]))]
-        texts = {token_id: self.decode([token_id]).strip() for token_id in with_letter}
+        texts = {token_id: self._text_alone(token_id).strip() for token_id in with_letter}
         letters = [token_id for token_id, text in texts.items() if len(text) == 1 and text.isalnum()]
-        return letters or [token_id for token_id in short if self.decode([token_id]).strip(REPLACEMENT)]
+        return letters or [token_id for token_id in short if self._text_alone(token_id).strip(REPLACEMENT)]
+
+    def _text_alone(self, token: int) -> str:
+        """Return the token's text; "" if it cannot be decoded."""
+        try:
+            return self.decode([token])
+        except LibraryPanic:
+            return ""
 
     def ends_before(self, token: int) -> int | None:
         """Return an anchor to put before this token, if any: the longest one, which may have a mark of a word's end.
@@ -58,7 +66,11 @@ class RedecodingDecoder(TableDecoder):
         """Return the text that the token adds between two others, as UTF-8; it may be a part of a character."""
         found = self._bytes.get(token)
         if found is None:
-            found = self._bytes[token] = b"" if self.is_unknown(token) else self._between_anchors(token)
+            try:
+                found = b"" if self.is_unknown(token) else self._between_anchors(token)
+            except LibraryPanic:
+                found = self._table.tokens[token].encode()
+            self._bytes[token] = found
         return found
 
     def _between_anchors(self, token: int) -> bytes:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from tokenizers import Tokenizer
 
+from minisgl.panics import LibraryPanic
 from minisgl.tokenizer.decoders.base import REPLACEMENT, TableDecoder, TextStream, TokenTable, decode_certain
 
 
@@ -29,7 +30,12 @@ class TokenwiseDecoder(TableDecoder):
     def token_bytes(self, token: int) -> bytes:
         if token in self.byte_of:
             return bytes([self.byte_of[token]])
-        return b"" if self.is_unknown(token) else self.text_of([token]).encode()
+        if self.is_unknown(token):
+            return b""
+        try:
+            return self.text_of([token]).encode()
+        except LibraryPanic:
+            return self._table.tokens[token].encode()
 
     def text_of(self, unit: list[int]) -> str:
         """Return the text that the unit adds, if it is not the first."""
