@@ -199,6 +199,39 @@ def test_after_ctrl_c_the_next_call_works(llm: LLM, monkeypatch: pytest.MonkeyPa
     assert [one["token_ids"] for one in llm.generate(["abc"] * 6, params)] == [one["token_ids"] for one in plain]
 
 
+@pytest.mark.parametrize("where", ["_engine.sample", "scheduler._table.extend_pages", "scheduler._results.take"])
+def test_ctrl_c_within_a_step_waits_for_its_end(llm: LLM, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    plain = llm.generate(["abc"] * 6, params)
+    owner, _, name = where.rpartition(".")
+    function = getattr(attrgetter(owner)(llm.loop), name)
+
+    def interrupted(*arguments: object) -> object:
+        signal.raise_signal(signal.SIGINT)
+        return function(*arguments)
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(attrgetter(owner)(llm.loop), name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["abc", "xyz"] * 3, params)
+    monkeypatch.undo()
+    assert signal.getsignal(signal.SIGINT) is before
+    llm.check_idle()
+    assert [one["token_ids"] for one in llm.generate(["abc"] * 6, params)] == [one["token_ids"] for one in plain]
+
+
+def test_a_second_ctrl_c_within_a_step_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hangs(_: object) -> PendingStep:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("the step goes on")
+
+    with LLM("demo", num_page_override=50) as other:
+        monkeypatch.setattr(other.loop._engine, "forward", hangs)
+        with pytest.raises(KeyboardInterrupt):
+            other.generate("abc")
+
+
 @pytest.mark.parametrize("where", ["_engine.sample", "scheduler._table.extend_pages"])
 def test_a_plan_that_was_lost_is_said(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """Or one in the middle of which a row has not got its pages yet."""

@@ -23,6 +23,7 @@ from minisgl.core import Int32Array
 from minisgl.engine.device import join_ranks
 from minisgl.engine.engine import Engine
 from minisgl.llm.completion import Completion, OutputCollector
+from minisgl.llm.interrupts import Interrupts
 from minisgl.llm.keywords import read_settings, signature
 from minisgl.llm.params import default_params, resolve_params
 from minisgl.llm.rank_processes import RankLost, RankProcesses
@@ -65,7 +66,8 @@ class LLM:
     TypeError. `use_dummy_weight=True` is `load_format="dummy"`.
 
     It may be called from several threads: the calls are executed one after another. A process that is forked from the
-    one that made it cannot call it.
+    one that made it cannot call it. Ctrl-C ends a call between two steps, and the next call works. A second one comes
+    at once, because a step may hang; if it leaves requests half changed, the next call says so.
     """
 
     __signature__: ClassVar[Signature] = signature()
@@ -97,6 +99,7 @@ class LLM:
             )
             self._decoder = make_decoder(tokenizer.tokenizer)
         self._lock = threading.Lock()  # held during a call
+        self._interrupts = Interrupts()
         self._num_seqs = 0  # number of sequences of the current call, whose ids count from 0
         # Nothing in it refers to this object, which could not be freed otherwise.
         with ExitStack() as held:
@@ -125,6 +128,7 @@ class LLM:
                 )
                 followers = self._ranks.outboxes(self._engine.limits)
                 self.loop = make_loop(scheduling, self._engine, model_config, followers, grammars)
+                self.loop.wait = self._interrupts.wait
                 self._ranks.watch_progress(partial(_progress, self._lock, self.loop.counts, self._engine.device))
             held.callback(self._ranks.end_if_lost)
             self._held = held.pop_all()
@@ -319,7 +323,7 @@ class LLM:
         self, prompts: list[Int32Array], params: list[SamplingParams], use_tqdm: bool, *, continues: bool
     ) -> list[OutputCollector]:
         """Return the prompts' answers; no other call runs meanwhile. `continues`: their texts continue the prompts'."""
-        with self._lock:
+        with self._lock, self._interrupts.delayed():
             self._require_open()
             self._ranks.check()
             self._come_to_rest()  # a second Ctrl-C may have interrupted it after the first
@@ -365,6 +369,7 @@ class LLM:
         with progress_bar("Generating", len(prompts), unit="request", leave=True, shown=use_tqdm) as bar:
             while self.loop.has_work:
                 output = self.loop.step()
+                self._interrupts.check()
                 self._ranks.check()
                 if not output:
                     continue

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from time import perf_counter, process_time, sleep
 from typing import Protocol
 
-from minisgl.core import Batch, DeviceOutOfMemory, Int32Array, PendingStep
+from minisgl.core import AnyArray, Batch, DeviceOutOfMemory, Int32Array, PendingStep, StepResult
 from minisgl.message.control import Progress
 from minisgl.message.to_detokenizer import StepOutput
 from minisgl.scheduler.scheduler import Scheduler
@@ -94,6 +94,7 @@ class StepLoop:
         self._clock = clock
         self._completed_at = 0.0
         self.trace: StepTrace | None = None  # set while the glass box is watched
+        self.wait: Callable[[PendingStep], StepResult[AnyArray]] = _wait  # an LLM lets Ctrl-C end it
         self._failure: DeviceOutOfMemory | None = None  # failure of a step that cannot be taken back
 
     @property
@@ -162,7 +163,7 @@ class StepLoop:
 
     def _complete_oldest(self) -> None:
         oldest = self._in_flight[0]
-        result = oldest.pending()
+        result = self.wait(oldest.pending)
         self._in_flight.popleft()  # after the wait, which Ctrl-C may interrupt
         self.counts.finished = oldest.batch.step + 1
         begin, self._completed_at = max(oldest.at, self._completed_at), self._clock()
@@ -171,3 +172,7 @@ class StepLoop:
         if self.trace is not None:
             self.trace.add(oldest.batch, self.scheduler.seq_ids(oldest.batch), begin, self._completed_at)
         self.scheduler.complete(oldest.batch, result)
+
+
+def _wait(pending: PendingStep) -> StepResult[AnyArray]:
+    return pending()
