@@ -115,6 +115,34 @@ def test_an_older_list_of_added_tokens(tmp_path: Path) -> None:
         TextTokenizer.from_folder(folder)
 
 
+LISTS: dict[str, dict[str, int]] = {
+    "a gap before": {"[NEW]": 275, "[TOO]": 273},
+    "gaps between": {"[NEW]": 270, "[TOO]": 275},
+    "an id of the vocabulary": {"[NEW]": 5, "[TOO]": 270},
+    "an id twice": {"[TOO]": 272, "[NEW]": 272},
+    "a token of the vocabulary": {"[NEW]": 300, "<think>": 400},
+}
+
+
+@pytest.mark.parametrize("file", ["added_tokens.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("listed", LISTS.values(), ids=LISTS)
+def test_ids_of_listed_tokens_are_those_of_transformers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, listed: dict[str, int]
+) -> None:
+    from transformers import AutoTokenizer
+
+    folder = written("byte_level", tmp_path, LISTED, {})
+    by_id = {token_id: {"content": content} for content, token_id in listed.items()}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": by_id}
+    (folder / file).write_text(json.dumps(listed if file == "added_tokens.json" else config))
+    theirs, ours = AutoTokenizer.from_pretrained(folder), TextTokenizer.from_folder(folder)
+    assert "added token '[NEW]' has id 27" in caplog.text or "added token '[TOO]' has id 27" in caplog.text
+    ids = theirs("a[NEW]b[TOO]<think>")["input_ids"]
+    assert ours.encode("a[NEW]b[TOO]<think>").tolist() == ids
+    stream = load_decoder(folder).stream(skip_special_tokens=True)
+    assert "".join(map(stream.feed, ids)) + stream.flush() == theirs.decode(ids, skip_special_tokens=True)
+
+
 def with_an_empty_token() -> Tokenizer:
     """Return a tokenizer whose normalizer leaves nothing of an added token, which is then found everywhere."""
     tokenizer = small.words()

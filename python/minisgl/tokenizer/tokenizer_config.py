@@ -10,9 +10,10 @@ vocabulary only there: if it were not an added token, the text `<|im_end|>` in a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -20,6 +21,8 @@ from minisgl.config import ConfigError, ServerConfig
 
 if TYPE_CHECKING:
     from minisgl.parsers.parser_choice import Parsers
+
+logger = logging.getLogger(__name__)
 
 
 def load_tokenizer_config(folder: Path) -> dict[str, Any]:
@@ -76,26 +79,27 @@ class Added(msgspec.Struct, frozen=True):
     special: bool = False
 
 
-class Vocabulary(Protocol):
-    """Tokens of a tokenizer, including the added tokens of tokenizer.json."""
-
-    def token_to_id(self, token: str) -> int | None: ...
-    def id_to_token(self, id: int) -> str | None: ...
-
-
-def changed_tokens(config: dict[str, Any], own: Iterable[Added], vocabulary: Vocabulary) -> list[Added]:
+def changed_tokens(
+    config: dict[str, Any], own: Iterable[Added], id_of: Callable[[str], int | None], vocab_size: int
+) -> list[Added]:
     """Return the added tokens that are missing or different in `own`, those of tokenizer.json; mostly none.
 
-    Tokens that the vocabulary lacks too are in the order of their ids, in which they must be added.
+    `id_of` returns a token's id, also of one in `own`; `vocab_size`: number of tokens in the vocabulary itself.
+    Tokens that the vocabulary lacks too are in the order in which they must be added. As in transformers they get the
+    next free ids, whatever ids the configuration gives them.
     """
     before = {token.content: token for token in own}
     tokens = before.copy()
+    next_id = max([vocab_size, *(token.id + 1 for token in before.values())])
     older = [token for token in _listed_before(config) if token.content not in before]
     for listed in [*_listed(config), *older]:
-        if (found := vocabulary.token_to_id(listed.content)) is None and vocabulary.id_to_token(listed.id) is not None:
-            continue  # the id is another token's
         is_special = listed.special or (listed.content in before and before[listed.content].special)
-        token_id = listed.id if found is None else found
+        token_id = id_of(listed.content)
+        if token_id is None:
+            token_id, next_id = next_id, next_id + 1
+            if listed.id != token_id:
+                text = "added token %r has id %d as in transformers, not %d: the ids before are another's or missing"
+                logger.warning(text, listed.content, token_id, listed.id)
         tokens[listed.content] = msgspec.structs.replace(listed, id=token_id, special=is_special)
     nameless = [value for value in _nameless(config) if _text_of(value) not in tokens]
     for value in [*_named(config).values(), *nameless]:
@@ -104,7 +108,7 @@ def changed_tokens(config: dict[str, Any], own: Iterable[Added], vocabulary: Voc
             continue
         if (token := tokens.get(content)) is not None:
             tokens[content] = msgspec.structs.replace(token, special=True)
-        elif (found := vocabulary.token_to_id(content)) is not None:
+        elif (found := id_of(content)) is not None:
             tokens[content] = _special(found, content, value)
     return [token for token in tokens.values() if token != before.get(token.content)]
 
@@ -132,7 +136,7 @@ def _listed_before(config: dict[str, Any]) -> list[Added]:
     except msgspec.ValidationError as error:
         raise ConfigError(f"added_tokens.json is not a table of tokens and their ids: {error}") from error
     special = {_text_of(value) for value in [*_named(config).values(), *_nameless(config)]}
-    by_id = sorted((token_id, content) for content, token_id in listed.items() if content)
+    by_id = sorted({token_id: content for content, token_id in listed.items() if content}.items())
     return [
         Added(token_id, content, normalized=content not in special, special=content in special)
         for token_id, content in by_id
