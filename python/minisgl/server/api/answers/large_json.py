@@ -56,8 +56,6 @@ def encode_large(data: msgspec.Struct, before: bytes = b"", after: bytes = b"") 
     """Return the JSON of data that may have JsonLists, between the bytes `before` and `after`."""
     lists: list[JsonList] = []
     encoded = msgspec.json.encode(data, enc_hook=partial(_leave_hole, lists))
-    if not lists:
-        return before + encoded + after
     first, *others = encoded.split(_HOLE)
     pieces = [before, first]
     for one, following in zip(lists, others, strict=True):

@@ -129,5 +129,5 @@ def _merged(events: Iterable[Event]) -> list[Event]:
             case CallStart():
                 result += same
             case first:
-                result.append(first if len(texts) == 1 else replace(first, text="".join(texts)))
+                result.append(replace(first, text="".join(texts)))
     return result

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from minisgl.sampling_params import InvalidRequest
-from minisgl.server.api.http.request_head import page_limit
+from minisgl.server.api.bodies.list_query import page_limit
 
 MAX_PAGE = 1000
 

@@ -1,12 +1,8 @@
-"""Facts of a request's head that several middlewares or routes need: its route, its client's API, a page's limit."""
+"""Facts of a request's head that several middlewares or routes need: its route and its client's API."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from starlette.types import Scope
-
-from minisgl.sampling_params import InvalidRequest
 
 ANTHROPIC_ROUTE = "/v1/messages"  # and all below it
 MODELS_ROUTE = "/v1/models"  # and all below it: Anthropic's clients have the same route as OpenAI's
@@ -26,11 +22,3 @@ def speaks_anthropic(scope: Scope) -> bool:
     if path == MODELS_ROUTE or path.startswith(f"{MODELS_ROUTE}/"):
         return any(name == ANTHROPIC_HEADER for name, _ in scope["headers"])
     return path == ANTHROPIC_ROUTE or path.startswith(f"{ANTHROPIC_ROUTE}/")
-
-
-def page_limit(query: Mapping[str, str], most: int) -> int:
-    """Return the most entries that a page of a list may have; InvalidRequest if the query's `limit` is none."""
-    text = query.get("limit", "20")
-    if not (text.isascii() and text.isdecimal() and len(text) < 5 and 1 <= int(text) <= most):
-        raise InvalidRequest("limit", f"limit must be between 1 and {most}, not {text:.20}")
-    return int(text)

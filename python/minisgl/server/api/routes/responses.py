@@ -14,11 +14,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from minisgl.message.to_tokenizer import ChatPrompt
 from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.answers.large_json import encode_large
+from minisgl.server.api.bodies.list_query import page_limit
 from minisgl.server.api.http.connection import LargeJson
 from minisgl.server.api.http.errors import ApiError, under_clients_names
 from minisgl.server.api.http.gates import owner_of
 from minisgl.server.api.http.middleware import hold_bytes
-from minisgl.server.api.http.request_head import page_limit
 from minisgl.server.api.responses.body import Item, ResponsesBody
 from minisgl.server.api.responses.history import History, ItemList
 from minisgl.server.api.responses.job import NAMES, PreparedResponse, prepare_response, truncate_to_fit
