@@ -26,7 +26,7 @@ B = TypeVar("B")
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 # Causes of the finish reason error that users are told.
-ErrorCause = Literal["no_allowed_token", "grammar_too_large", "logits_not_finite"]
+ErrorCause = Literal["no_allowed_token", "grammar_too_large", "grammar_unusable", "logits_not_finite"]
 
 NO_TOKEN = -1  # sampled token of a row whose logits have a NaN or no finite maximum
 

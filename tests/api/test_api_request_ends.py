@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from api_sse import parse_events
 from fake_engine import answer, wait_until
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from minisgl.core import ErrorCause
 from minisgl.message.packed_ids import pack_ids
 from minisgl.message.shared import Abort
 from minisgl.message.to_api import Accepted, OutputDelta, OutputDeltas
@@ -240,17 +242,23 @@ def test_a_grammar_that_the_allowed_ids_exclude(
         ("/v1/completions", {"prompt": "hold", "response_format": {"type": "json_object"}}, "response_format"),
     ],
 )
+@pytest.mark.parametrize(
+    ("cause", "message"),
+    [
+        ("grammar_too_large", r"needs too much memory .* the limit of 2 GiB"),
+        ("grammar_unusable", "cannot be followed with the tokenizer of this model"),
+    ],
+)
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_grammar_that_needs_too_much_memory(
-    server: RunningServer, stream: bool, path: str, body: dict[str, Any], param: str
+def test_a_grammar_that_fails_in_the_engine(
+    server: RunningServer, stream: bool, cause: ErrorCause, message: str, path: str, body: dict[str, Any], param: str
 ) -> None:
     client = RawClient(server.port)
     client.post(path, {**body, "stream": stream})
     (generate,) = server.engine.wait_for(Generate)
-    server.engine.say(OutputDeltas([OutputDelta(generate.seq_ids[0], b"", "", "error", cause="grammar_too_large")]))
+    server.engine.say(OutputDeltas([OutputDelta(generate.seq_ids[0], b"", "", "error", cause=cause)]))
     rest = client.read_all()
-    assert f'"{param} gave a grammar that needs too much memory'.encode() in rest
-    assert b"the limit of 2 GiB" in rest
+    assert re.search(f'"{re.escape(param)} gave a grammar that {message}', rest.decode())
     assert f'"type":"invalid_request_error","param":"{param}"'.encode() in rest
     assert stream or b" 400 Bad Request" in rest
 

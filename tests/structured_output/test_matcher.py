@@ -217,7 +217,7 @@ def test_a_tokenizer_that_llguidance_cannot_use_fails_requests_and_nothing_else(
     mask = filled(matchers, [matcher, None], 64)
     assert (mask[1] == -1).all()
     (status,) = matchers.advance([matcher], np.array([0], dtype=np.int32))
-    assert status is MatcherStatus.FAILED
+    assert status is MatcherStatus.UNUSABLE
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,9 @@ class GrammarMatcher:
     """Position of one request in its grammar. It `is_compiling` until the grammar is compiled.
 
     Where the grammar accepts an end, the ids that end the request are allowed too: the model's end-of-sequence ids and
-    the request's `stop_token_ids`. Elsewhere the latter are allowed only if nothing else can follow, and then end the
-    request in the middle of the grammar. With `ignore_eos`, end-of-sequence ids are forbidden as long as any other
-    token can follow.
+    the request's `stop_token_ids`. The latter may also complete the grammar, as a named token at its end does.
+    Elsewhere they are allowed only if nothing else can follow, and then end the request in the middle of the grammar.
+    With `ignore_eos`, end-of-sequence ids are forbidden as long as any other token can follow.
     """
 
     def __init__(self, automaton: Automaton, sampling: SamplingParams, eos_token_ids: frozenset[int]) -> None:
@@ -83,8 +83,12 @@ class GrammarMatcher:
     def advance(self, token: int) -> MatcherStatus:
         """Consume a token; return the status after it."""
         followed = self.followed
-        if followed is None or followed.is_error():
-            return MatcherStatus.TOO_LARGE if self.automaton.is_too_large else MatcherStatus.FAILED
+        if self.automaton.is_too_large:
+            return MatcherStatus.TOO_LARGE
+        if followed is None:
+            return MatcherStatus.UNUSABLE
+        if followed.is_error():
+            return MatcherStatus.FAILED
         if self._allowed_ids is not None and self._is_excluded(token, self._allowed_ids, followed):
             return MatcherStatus.EXCLUDED
         if token in self._stop_ids and followed.is_accepting():

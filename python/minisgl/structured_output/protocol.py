@@ -19,6 +19,7 @@ class MatcherStatus(Enum):
     OPEN = auto()  # more tokens can follow
     COMPLETE = auto()  # nothing can follow but an end of sequence
     FAILED = auto()  # the grammar does not allow the token, or has become too complex to follow
+    UNUSABLE = auto()  # the grammar, or every grammar, cannot be followed with the model's tokenizer
     TOO_LARGE = auto()  # all grammars together need too much memory, and this one has more than an equal share
     EXCLUDED = auto()  # the request's `allowed_token_ids` and the grammar allow no common token
 

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 # Statuses of a matcher that end its request with an error, and the cause that the client is told.
 ERRORS: dict[MatcherStatus, ErrorCause | None] = {
     MatcherStatus.FAILED: None,
+    MatcherStatus.UNUSABLE: "grammar_unusable",
     MatcherStatus.TOO_LARGE: "grammar_too_large",
     MatcherStatus.EXCLUDED: "no_allowed_token",
 }

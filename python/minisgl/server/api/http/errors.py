@@ -237,6 +237,10 @@ def generation_error(cause: ErrorCause | None, field_names: Mapping[str, str]) -
             f"reached the limit of {MAX_GRAMMARS_BYTES // 2**30} GiB, and this one needs more than an equal share of it"
         )
         return invalid_request(InvalidRequest(field, message), field_names)
+    if cause == "grammar_unusable":
+        field = "structured_outputs"
+        message = f"{field} gave a grammar that cannot be followed with the tokenizer of this model"
+        return invalid_request(InvalidRequest(field, message), field_names)
     if cause == "logits_not_finite":
         return ApiError(500, NOT_FINITE, type="server_error", code=cause, headers=NO_RETRY)
     return ApiError(500, "the generation failed in the server", type="server_error", code="generation_error")
