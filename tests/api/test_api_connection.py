@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import tracemalloc
 from itertools import accumulate, pairwise
 
 import pytest
@@ -194,6 +195,38 @@ def test_a_refusal_is_not_taken_for_another_answer() -> None:
         wire = asyncio.run(send_all([b"GET /1 HTTP/1.1\r\nhost: a\r\n\r\n", begin]))[1]
         assert wire.is_closing()
         assert [answer[:3] for answer in wire.written.split(b"HTTP/1.1 ")[1:]] == [b"200", status]
+
+
+@pytest.mark.parametrize("body", [b"", bytes(20_000)])
+def test_idle_connections_keep_no_request(body: bytes) -> None:
+    head = b"GET /%b HTTP/1.1\r\nhost: a\r\nx: %b\r\ncontent-length: %d\r\n\r\n"
+    request = head % (b"u" * 20_000, b"x" * 40_000, len(body)) + body
+
+    async def app(_scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body"})
+
+    async def main() -> None:
+        config, connections = uvicorn.Config(app, ws="none", log_config=None), []
+        for _ in range(20):
+            connection = Connection(config, ServerState(), {}, **TIMEOUTS)
+            connections.append(connection)
+            connection.connection_made(Wire())
+            for _ in range(2):
+                connection.data_received(request[:70_000])
+                connection.data_received(request[70_000:])
+                for _ in range(10):
+                    await asyncio.sleep(0)
+        used, _ = tracemalloc.get_traced_memory()
+        assert used < len(connections) * 20_000
+        assert b"".join(one.transport.written for one in connections).count(b" 200 OK") == 40
+
+    tracemalloc.start()
+    try:
+        asyncio.run(main())
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_large_part_of_a_body_is_written_in_slices_between_which_others_get_their_turn() -> None:

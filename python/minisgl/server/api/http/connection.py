@@ -34,7 +34,7 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, *args: Any, header_timeout: float, send_timeout: float, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.url = b""  # URL of the last request that arrived
+        self.url = b""  # URL of the request that is read or answered
         self._header_timeout = header_timeout
         self._send_timeout = send_timeout
         self._send_timeout_task: asyncio.TimerHandle | None = None
@@ -114,12 +114,14 @@ class Connection(HttpToolsProtocol):
         if not self._reads_head:  # otherwise its body has been skipped: see `_decline_upgrade`
             self._reads_head = True
             super().on_message_complete()
+            self._forget_request()
 
     # Answers.
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._choose_timer()
+        self._forget_request()
 
     def close_after_answer(self) -> None:
         """Close the connection after the answer under way."""
@@ -152,6 +154,12 @@ class Connection(HttpToolsProtocol):
             lines += [f"{name}: {value}" for name, value in headers.items()]
             self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
         self.transport.close()
+
+    def _forget_request(self) -> None:
+        """Free the head and body of a request that has been read and answered, which an idle connection would keep."""
+        if self._reads_head and not self._is_answering():
+            self.cycle = self.scope = None  # type: ignore[assignment]
+            self.headers, self.url = [], b""
 
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
