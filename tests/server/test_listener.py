@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import httpx
@@ -17,6 +18,7 @@ from openai import OpenAI
 
 from minisgl.cli import parse_args
 from minisgl.config import ConfigError
+from minisgl.server import listener
 from minisgl.server.listener import bind, bind_unix
 from support.server import PATIENCE, Server, wait_until
 
@@ -84,6 +86,32 @@ def test_the_file_of_a_killed_server_is_replaced(tmp_path: Path) -> None:
     with Server("--model", "demo", "--uds", str(path)), client_of(path) as http:
         assert http.get("http://localhost/health").status_code == 200
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("is_left_behind", [False, True])
+def test_of_two_servers_that_start_at_once_the_second_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_left_behind: bool
+) -> None:
+    path = tmp_path / "server.sock"
+    if is_left_behind:
+        with socket.socket(socket.AF_UNIX) as killed:
+            killed.bind(str(path))
+    starts = ThreadPoolExecutor(1)
+    others: list[Future[socket.socket]] = []
+
+    class Slow(socket.socket):
+        def listen(self, backlog: int = 0, /) -> None:
+            if not others:  # the first, whose file no server listens at yet
+                others.append(starts.submit(bind_unix, str(path)))
+                wait(others, 0.2)
+            super().listen(backlog)
+
+    monkeypatch.setattr(listener.socket, "socket", Slow)
+    with bind_unix(str(path)) as first, socket.socket(socket.AF_UNIX) as client:
+        with pytest.raises(ConfigError, match="Address already in use"):
+            others[0].result(PATIENCE)
+        client.connect(str(path))
+        first.accept()[0].close()
 
 
 def test_a_start_that_fails_later_leaves_no_file(tmp_path: Path) -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import atexit
 import errno
+import fcntl
 import os
 import socket
 import stat
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from minisgl.config import ConfigError, HttpConfig
 from minisgl.shell.shell_process import origin
 
 BACKLOG = 2048  # connections that the kernel accepts before the server does
+LOCK_TRIES = 1000  # a millisecond apart
 
 
 def bind(host: str, port: int, send_timeout: float = HttpConfig().send_timeout) -> socket.socket:
@@ -44,14 +48,37 @@ def bind_unix(path: str) -> socket.socket:
     path = os.path.abspath(path)
     sock = socket.socket(socket.AF_UNIX)
     try:
-        if _is_left_behind(path):
-            os.unlink(path)
-        sock.bind(path)
-        atexit.register(_remove, path, _identity(path))
-        sock.listen(BACKLOG)
+        with _one_at_a_time(os.path.dirname(path)):
+            if _is_left_behind(path):
+                os.unlink(path)
+            sock.bind(path)
+            atexit.register(_remove, path, _identity(path))
+            sock.listen(BACKLOG)
     except OSError as error:
         raise ConfigError(f"cannot listen on {path}: {error.strerror or error}; choose another --uds") from None
     return sock
+
+
+@contextmanager
+def _one_at_a_time(folder: str) -> Iterator[None]:
+    """Keep out other servers that bind in this folder: one would take a file whose server will listen for left behind.
+
+    Whoever else holds the folder's lock is waited for, but not for long.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:  # it cannot be listed, or there is none, which `bind` will say
+        yield
+        return
+    try:
+        for _ in range(LOCK_TRIES):
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.001)
+        yield
+    finally:
+        os.close(descriptor)  # and frees the lock
 
 
 def _is_left_behind(path: str) -> bool:
