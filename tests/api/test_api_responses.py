@@ -33,6 +33,8 @@ WEATHER: dict[str, Any] = {
 TIME: dict[str, Any] = {"type": "function", "name": "get_time", "parameters": None, "strict": False}
 THOUGHT = ["<think>", "Hm", "m.", "</think>"]
 CALL = ["<tool_call>\n", '{"name": "get_weather", ', '"arguments": {"city": ', '"Paris"}', "}\n</tool_call>"]
+WEATHER_SERVER: dict[str, Any] = {"type": "namespace", "name": "mcp__weather", "description": "x", "tools": [WEATHER]}
+SHOWN_WEATHER = "mcp__weather__get_weather"  # the name that the model knows
 TIME_CALL = ["\n<tool_call>\n", '{"name": "get_time", "arguments": {}}\n', "</tool_call>"]
 
 
@@ -380,6 +382,40 @@ def test_functions_and_choices_are_those_of_a_chat(hermes: RunningServer) -> Non
     assert [item["type"] for item in one["output"]] == ["function_call"]
 
 
+def test_functions_of_a_namespace_have_one_name_for_the_model_and_two_for_the_client(
+    hermes: RunningServer, strict: openai.OpenAI
+) -> None:
+    """Codex sends the tools of MCP servers so."""
+    names = {"name": "get_weather", "namespace": "mcp__weather"}
+    said = [text.replace("get_weather", SHOWN_WEATHER) for text in CALL]
+    request = say(*said, *TIME_CALL, tools=[WEATHER_SERVER, TIME])
+    items = answer(hermes, **request)["output"]
+    assert [(item["name"], item.get("namespace")) for item in items] == [tuple(names.values()), ("get_time", None)]
+    streamed = events(hermes, **request)
+    ended = [event["item"] for event in streamed if event["type"] == "response.output_item.done"]
+    assert [(item["name"], item.get("namespace")) for item in ended] == [tuple(names.values()), ("get_time", None)]
+    done = [event["name"] for event in streamed if event["type"] == "response.function_call_arguments.done"]
+    assert done == ["get_weather", "get_time"]
+    typed = client_of(strict, hermes).responses.create(**request).output[0]
+    assert (typed.type, typed.namespace) == ("function_call", "mcp__weather")
+
+    result = {"type": "function_call_output", "call_id": items[0]["call_id"], "output": "rain"}
+    generate = sent(hermes, tools=[WEATHER_SERVER, TIME], input=[items[0], result])
+    (call,) = generate.prompt.messages[0]["tool_calls"]
+    assert call["function"]["name"] == SHOWN_WEATHER
+    assert [tool["function"]["name"] for tool in generate.prompt.tools] == [SHOWN_WEATHER, "get_time"]
+    plain = [{**WEATHER, "name": SHOWN_WEATHER}]
+    expected = sent(hermes, tools=plain, tool_choice={"type": "function", "name": SHOWN_WEATHER})
+    chosen = sent(hermes, tools=[WEATHER_SERVER], tool_choice={"type": "function", **names})
+    assert (chosen.prompt, chosen.sampling) == (expected.prompt, expected.sampling)
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", **names}]}
+    shown = sent(hermes, tools=[WEATHER_SERVER, TIME], tool_choice=allowed).prompt.tools
+    assert [tool["function"]["name"] for tool in shown] == [SHOWN_WEATHER]
+    mixed = {**WEATHER_SERVER, "tools": [{"type": "custom", "name": "patch"}, WEATHER]}
+    (warning,) = answer(hermes, **say("x", tools=[mixed]))["warnings"]
+    assert warning.startswith("tools.0.tools.0: ")
+
+
 @pytest.mark.parametrize(
     ("tools", "choice", "field"),
     [
@@ -394,6 +430,13 @@ def test_functions_and_choices_are_those_of_a_chat(hermes: RunningServer) -> Non
         ([{"type": "function"}], "auto", "tools.0.name"),
         ([{"type": "function", "name": "f", "parameters": {"type": "string"}}], "auto", "tools.0.parameters.type"),
         ([{"name": "f"}], "auto", "tools.0.type"),
+        ([WEATHER_SERVER], {"type": "function", "name": "get_weather"}, "tool_choice.name"),
+        ([{"type": "namespace", "tools": []}], "auto", "tools.0.name"),
+        ([{"type": "namespace", "name": "n"}], "auto", "tools.0.tools"),
+        ([{"type": "namespace", "name": "n", "tools": ["f"]}], "auto", "tools.0.tools.0"),
+        ([{"type": "namespace", "name": "n", "tools": [{"type": "function"}]}], "auto", "tools.0.tools.0.name"),
+        ([WEATHER_SERVER, WEATHER_SERVER], "auto", "tools"),
+        ([WEATHER_SERVER, {"type": "function", "name": SHOWN_WEATHER}], "auto", "tools"),
     ],
 )
 def test_a_wrong_tool_or_choice_is_refused(server: RunningServer, tools: Any, choice: Any, field: str) -> None:
@@ -473,7 +516,7 @@ def test_a_response_is_cancelled_while_it_is_answered(server: RunningServer, str
 
 def test_no_text_is_missing_from_a_response_between_two_of_its_events() -> None:
     """It may be cancelled while a thread writes them."""
-    output, number = Output("1", itertools.count().__next__, seals_reasoning=False), 0
+    output, number = Output("1", itertools.count().__next__, {}, seals_reasoning=False), 0
     for event in (Reasoning("a"), Content("b"), CallStart(0, "c", "d"), CallArguments(0, "e"), Content("f")):
         number += not isinstance(event, CallArguments)
         for _ in output.take(event, []):

@@ -30,6 +30,7 @@ _ITEM = {
         "content": {"anyOf": [STRING, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]},
         "call_id": STRING,
         "name": STRING,
+        "namespace": STRING,
         "arguments": STRING,
         "output": {"anyOf": [STRING, {"type": "array", "items": {"type": "object"}}]},
     },
@@ -115,7 +116,7 @@ class ResponsesBody(RequestBody):
     tools: Annotated[
         list[dict[str, Any]] | None,
         RequestField(
-            "Functions that the model may call; tools of other types are ignored with a warning.",
+            "Functions that the model may call, also in namespaces; tools of other types are ignored with a warning.",
             [{"type": "function", "name": "now"}],
         ),
     ] = None

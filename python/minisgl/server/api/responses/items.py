@@ -14,6 +14,7 @@ from minisgl.message.to_tokenizer import ConversationMessage
 from minisgl.sampling_params import InvalidRequest
 from minisgl.server.api.bodies.route_bodies import MAX_MESSAGES
 from minisgl.server.api.responses.body import Item
+from minisgl.server.api.responses.tools import shown_name
 from minisgl.tokenizer.conversation import content_text, member, optional_member
 
 ROLES = ("user", "assistant", "system", "developer")
@@ -127,7 +128,7 @@ class _Conversation:
             self._reasoning.append(reasoning)
 
     def add_call(self, item: Item, path: str) -> None:
-        function = {"name": member(item, "name", str, path), "arguments": member(item, "arguments", str, path)}
+        function = {"name": shown_name(item, path), "arguments": member(item, "arguments", str, path)}
         call = {"id": member(item, "call_id", str, path), "type": "function", "function": function}
         self._open_turn().setdefault("tool_calls", []).append(call)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from minisgl.server.api.http.errors import under_clients_names
 from minisgl.server.api.requests.open_request import Job
 from minisgl.server.api.responses.body import INCLUDE_REASONING, Item, ResponsesBody, TextFormat
 from minisgl.server.api.responses.items import messages_of
-from minisgl.server.api.responses.tools import response_tools
+from minisgl.server.api.responses.tools import NamespacedName, response_tools
 from minisgl.server.api.responses.writer import PREFIX, Response
 
 NAMES = {  # field of a chat completion -> the client's field
@@ -51,6 +51,7 @@ class PreparedResponse:
     job: Job
     options: ChatOptions
     begun: Response  # the response before it has any output
+    namespaced: Mapping[str, NamespacedName]  # functions of namespaces, by the name that the model knows
     seals_reasoning: bool  # reasoning is also returned as encrypted_content
 
 
@@ -62,12 +63,13 @@ def prepare_response(
     `items` are the body's input items with references resolved; `earlier` the items of the conversation that it
     continues. `chat_job` makes the job of a chat completion.
     """
-    use, warnings = response_tools(body.tools or [], body.tool_choice, body.parallel_tool_calls)
+    tools = response_tools(body.tools or [], body.tool_choice, body.parallel_tool_calls)
     chat = _chat_body(body, conversation(body, earlier, items), limits)
     with under_clients_names(NAMES):
-        job, options = chat_job(chat, use)
-    begun = initial_response(body, warnings, job.sampling, options.model)
-    return PreparedResponse(job.under_names(NAMES), options, begun, INCLUDE_REASONING in body.include)
+        job, options = chat_job(chat, tools.use)
+    begun = initial_response(body, tools.warnings, job.sampling, options.model)
+    seals_reasoning = INCLUDE_REASONING in body.include
+    return PreparedResponse(job.under_names(NAMES), options, begun, tools.namespaced, seals_reasoning)
 
 
 def conversation(body: ResponsesBody, earlier: Sequence[Item], items: Sequence[Item]) -> list[ConversationMessage]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, cast
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from minisgl.parsers.streaming import CallArguments, CallStart, Content, Event, Reasoning
 from minisgl.server.api.answers.large_json import JsonList
 from minisgl.server.api.answers.logprob_forms import ChatLogprob
 from minisgl.server.api.responses.items import seal
+from minisgl.server.api.responses.tools import NamespacedName
 
 ItemStatus: TypeAlias = Literal["in_progress", "completed", "incomplete"]
 
@@ -50,6 +52,7 @@ class FunctionCallItem(msgspec.Struct, frozen=True, tag_field="type", tag="funct
     call_id: str
     name: str
     arguments: str
+    namespace: str | UnsetType = UNSET
 
 
 OutputItem: TypeAlias = MessageItem | ReasoningItem | FunctionCallItem
@@ -155,10 +158,18 @@ class Output:
     index, so that the store can find it by its id.
     """
 
-    def __init__(self, number: str, next_sequence_number: Callable[[], int], *, seals_reasoning: bool) -> None:
-        """`number`: the part of the response's id that its items' ids share."""
+    def __init__(
+        self,
+        number: str,
+        next_sequence_number: Callable[[], int],
+        namespaced: Mapping[str, NamespacedName],
+        *,
+        seals_reasoning: bool,
+    ) -> None:
+        """`number`: the part of the response's id that its items' ids share; `namespaced`: functions by shown name."""
         self._number = number
         self._next = next_sequence_number
+        self._namespaced = namespaced
         self._seals_reasoning = seals_reasoning
         self._done: list[OutputItem] = []
         self._open: _OpenItem | None = None
@@ -230,7 +241,8 @@ class Output:
         text = item.text
         match item.start:
             case CallStart(_, call_id, name):
-                return FunctionCallItem(item.id, status, call_id, name, text)
+                namespace, own_name = self._namespaced.get(name, (UNSET, name))
+                return FunctionCallItem(item.id, status, call_id, own_name, text, namespace)
             case Reasoning():
                 sealed = seal(text) if self._seals_reasoning and begun else None
                 return ReasoningItem(item.id, status, [ReasoningText(text)] if begun else [], encrypted_content=sealed)

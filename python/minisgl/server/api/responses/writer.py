@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from threading import Lock
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -24,6 +24,7 @@ from minisgl.server.api.answers.writer_thread import let_others_pass
 from minisgl.server.api.http.errors import ApiError
 from minisgl.server.api.requests.open_request import Delta, OpenRequest
 from minisgl.server.api.responses.output import ItemEvent, Output, OutputItem
+from minisgl.server.api.responses.tools import NamespacedName
 
 PREFIX = "resp_"
 ResponseStatus: TypeAlias = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -134,14 +135,22 @@ class ResponsesWriter(Writer):
     stream_end: ClassVar[bytes] = b""
     keeps_logprobs: ClassVar[bool] = True
 
-    def __init__(self, begun: Response, options: ChatOptions, keep: Keep | None, *, seals_reasoning: bool) -> None:
+    def __init__(
+        self,
+        begun: Response,
+        options: ChatOptions,
+        keep: Keep | None,
+        namespaced: Mapping[str, NamespacedName],
+        *,
+        seals_reasoning: bool,
+    ) -> None:
         """`begun`: the response before it has any output; `keep` stores the response once it has ended."""
         self.id = begun.id
         self._response = begun
         self._options = options
         self._keep = keep
         self._next: Callable[[], int] = itertools.count().__next__  # sequence numbers of a stream's events
-        self._output = Output(begun.id.removeprefix(PREFIX), self._next, seals_reasoning=seals_reasoning)
+        self._output = Output(begun.id.removeprefix(PREFIX), self._next, namespaced, seals_reasoning=seals_reasoning)
         self._open: OpenRequest | None = None
         self._choice: ParsedChoice | None = None
         self._is_complete = False  # the model ended the answer, not a limit

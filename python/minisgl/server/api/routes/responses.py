@@ -63,7 +63,9 @@ class ResponsesRoutes(Routes):
         prepared, items = await self._prepared(body, history)
         keep = history.keeper(body, items)
         begun = msgspec.structs.replace(prepared.begun, store=keep is not None)
-        writer = ResponsesWriter(begun, prepared.options, keep, seals_reasoning=prepared.seals_reasoning)
+        writer = ResponsesWriter(
+            begun, prepared.options, keep, prepared.namespaced, seals_reasoning=prepared.seals_reasoning
+        )
         answer = service.answer(request, prepared.job, writer, stream=body.stream, names=body.own_names)
         key = (history.owner, writer.id)
 
