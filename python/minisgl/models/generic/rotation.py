@@ -1,16 +1,17 @@
 """Rotary positions by our kernels in models of transformers: queries and keys reach attention unrotated.
 
 A module's forward finds the function that rotates among the globals of its file. It gets a copy of its forward whose
-globals have ours there, which hands q and k on as they are. That is right only if the function is the plain rotation of
-halves, and if what it returns is what attends, untouched: both are looked at in the probe of the model, by numbers and
-by identity.
+globals have ours there, which hands q and k on as they are; its decorators are kept. That is right only if the function
+is the plain rotation of halves, and if what it returns is what attends, untouched: both are looked at in the probe of
+the model, by numbers and by identity.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -78,10 +79,21 @@ def replace_rotation(module: nn.Module, rotate: Rotate) -> None:
     forward = type(module).forward
     if not isinstance(forward, FunctionType):
         raise TypeError("the module's forward is no plain function")
-    scope = {**forward.__globals__, _NAME: rotate}
-    made = FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__)
-    made.__kwdefaults__ = forward.__kwdefaults__
-    object.__setattr__(module, "forward", MethodType(made, module))
+    object.__setattr__(module, "forward", MethodType(_with_rotation(forward, rotate), module))
+
+
+def _with_rotation(forward: FunctionType, rotate: Rotate) -> FunctionType:
+    """Return a copy of a forward, and of the decorators around it, that calls another rotation."""
+    scope, closure = forward.__globals__, forward.__closure__
+    decorated = getattr(forward, "__wrapped__", None)
+    if decorated is None:
+        scope = {**scope, _NAME: rotate}
+    else:
+        made = _with_rotation(decorated, rotate)
+        closure = tuple(CellType(made) if cell.cell_contents is decorated else cell for cell in closure or ())
+    copy = FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, closure)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return copy
 
 
 def rotation_table(model: nn.Module, call: RotaryCall, max_positions: int) -> Tensor | None:
@@ -101,6 +113,9 @@ def rotation_table(model: nn.Module, call: RotaryCall, max_positions: int) -> Te
 def _rotation_of(module: nn.Module) -> Rotate | None:
     """Return the function by which a module's forward rotates."""
     forward = type(module).forward
+    if not isinstance(forward, FunctionType):
+        return None
+    forward = inspect.unwrap(forward)
     if not isinstance(forward, FunctionType) or _NAME not in forward.__code__.co_names:
         return None
     rotate: Rotate | None = forward.__globals__.get(_NAME)
