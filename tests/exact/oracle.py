@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from minisgl.seeds import choice_seed
+from minisgl.verify.oracle import cache_argument
 from models.tiny import VOCAB, make_model
 from support.tiny_tokenizer import save_byte_tokenizer
 
@@ -63,7 +64,7 @@ class Oracle:
             out = self._model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                past_key_values=make_cache() if make_cache else None,
+                **{cache_argument(self._model): make_cache() if make_cache else None},
                 max_new_tokens=new_tokens,
                 do_sample=False,
                 output_logits=True,
@@ -102,10 +103,10 @@ class Oracle:
         self, prompt: list[int], seed: int, new_tokens: int, temperature: float, top_k: int
     ) -> list[int] | None:
         """The tokens, or None if a choice was within rounding of another."""
-        tokens, cache, step = list(prompt), None, prompt
+        tokens, name, cache, step = list(prompt), cache_argument(self._model), None, prompt
         while len(tokens) < len(prompt) + new_tokens:
-            out = self._model(torch.tensor([step]), past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = self._model(torch.tensor([step]), **{name: cache}, use_cache=True)
+            cache = out[name]
             token = choose(out.logits[0, -1].double().numpy(), choice_seed(seed, 0), len(tokens), temperature, top_k)
             if token is None:
                 return None

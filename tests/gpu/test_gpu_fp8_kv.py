@@ -21,6 +21,7 @@ from minisgl.kernel.base import Heads, Norm
 from minisgl.kernel.torch_ops import TorchOps
 from minisgl.kvcache.kv_pool import KVPool
 from minisgl.kvcache.layout import KVLayout
+from minisgl.verify.oracle import cache_argument
 from support.small_models import save_qwen3
 
 pytestmark = pytest.mark.gpu
@@ -213,7 +214,8 @@ def regrets(folder: Path, answers: list[list[int]], make_cache: Any) -> Tensor:
     for prompt, answer in zip(prompts() * 2, answers, strict=True):
         ids = torch.tensor([prompt + answer], device="cuda")
         with torch.inference_mode():
-            logits = model(ids, past_key_values=make_cache(), use_cache=True).logits[0, len(prompt) - 1 : -1].float()
+            logits = model(ids, **{cache_argument(model): make_cache()}, use_cache=True).logits
+        logits = logits[0, len(prompt) - 1 : -1].float()
         chosen = logits.gather(1, torch.tensor(answer, device="cuda")[:, None]).squeeze(1)
         found.append(logits.max(dim=1).values - chosen)
     return torch.cat(found)

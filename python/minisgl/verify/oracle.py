@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -149,13 +150,18 @@ def _experts(folder: Path, dtype: torch.dtype) -> str | None:
     return "eager" if any(width * dtype.itemsize % 16 for width in widths) else None
 
 
+def cache_argument(model: Any) -> str:
+    """Return the name of the KV cache in a model's arguments and output, which transformers 5.24 changed."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 def _answer(model: Any, prompt: NamedPrompt, new_tokens: int, device: torch.device, file: Path) -> Expected:
     logits: Float32Array | None = None
     chosen: list[int] = []
-    cache, step, done = None, prompt.tokens, 0
+    name, cache, step, done = cache_argument(model), None, prompt.tokens, 0
     while len(chosen) < new_tokens:
-        out = model(torch.tensor([step], device=device), past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = model(torch.tensor([step], device=device), **{name: cache}, use_cache=True)
+        cache = out[name]
         rows = _host(out.logits[0])
         if logits is None:
             logits = np.memmap(
