@@ -1,8 +1,10 @@
-"""The anthropic package: messages, streams, a tool that is run, count_tokens, structured output, errors."""
+"""The anthropic package: messages, streams, a tool, count_tokens, typed answers, errors, refused images, cancel."""
 
 from __future__ import annotations
 
 import anthropic
+from aborts import wait_for_aborts
+from pydantic import BaseModel
 
 MESSAGES = [{"role": "user", "content": "What is 12 + 30?"}]
 WEATHER = {
@@ -10,6 +12,11 @@ WEATHER = {
     "description": "Get the weather in a city.",
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
+
+
+class Person(BaseModel):
+    name: str
+    age: int
 
 
 def main() -> None:
@@ -41,7 +48,23 @@ def main() -> None:
         refused = error.body
     assert refused is not None
     assert refused["type"] == "error"
-    print("messages, stream, tools, count_tokens, errors")
+    asked = [{"role": "user", "content": "Ann is 41 years old."}]
+    typed = client.messages.parse(**common, messages=asked, output_format=Person)
+    assert typed.parsed_output == Person(name="Ann", age=41)
+    source = {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}
+    refusal = None
+    try:
+        client.messages.create(**common, messages=[{"role": "user", "content": [{"type": "image", "source": source}]}])
+    except anthropic.BadRequestError as error:
+        refusal = error.message
+    assert refusal is not None
+    assert "only text" in refusal
+    with client.messages.stream(
+        model="demo", max_tokens=3000, messages=MESSAGES, extra_body={"ignore_eos": True}
+    ) as stream:
+        next(iter(stream.text_stream))
+    wait_for_aborts(1)
+    print("messages, stream, tools, count_tokens, a typed answer, errors, cancel")
 
 
 main()

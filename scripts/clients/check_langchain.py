@@ -1,4 +1,4 @@
-"""langchain-openai and langchain-anthropic: chats, streams, tools, structured output, completions."""
+"""langchain-openai and langchain-anthropic: chats, streams, tools, structured output, completions, embeddings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from langchain_anthropic import ChatAnthropic
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI, OpenAI
+from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 from pydantic import BaseModel
 
 URL = os.environ["MINISGL_URL"] + "/v1"
@@ -60,10 +60,15 @@ def main() -> None:
     plain = OpenAI(model="demo", base_url=URL, temperature=0, max_tokens=8)
     assert plain.invoke("Once upon")
     assert "".join(plain.stream("Once upon")) == plain.invoke("Once upon")
+    # By default it sends tokens of OpenAI's tokenizer, which another model's are not.
+    embedder = OpenAIEmbeddings(
+        model="demo", base_url=os.environ["MINISGL_EMBEDDER"] + "/v1", check_embedding_ctx_length=False
+    )
+    assert len(embedder.embed_documents(["one two", "three"])) == 2
     claude = ChatAnthropic(model="demo", max_tokens=64, temperature=0)
     assert claude.invoke(messages).content == whole.content
     assert "".join(chunk.text for chunk in claude.stream(messages)) == whole.content
-    print("chat, stream, batch, log-probabilities, a tool, typed answers, completions; ChatAnthropic")
+    print("chat, stream, batch, log-probabilities, a tool, typed answers, completions, embeddings; ChatAnthropic")
 
 
 main()

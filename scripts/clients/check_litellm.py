@@ -1,4 +1,4 @@
-"""litellm: chat, streams, text completions, tools, errors."""
+"""litellm: chat, streams, text completions, tools, embeddings, errors."""
 
 from __future__ import annotations
 
@@ -64,6 +64,9 @@ def main() -> None:
     *_, last = litellm.responses(**item, stream=True)
     assert last.response.output[0].content[0].text == text
 
+    embedded = litellm.embedding("openai/demo", ["one two", "three"], api_base=os.environ["MINISGL_EMBEDDER"] + "/v1")
+    assert len(embedded.data) == 2
+
     for change, kind in (
         ({"model": "openai/nothing"}, litellm.NotFoundError),
         ({"temperature": 9}, litellm.BadRequestError),
@@ -75,7 +78,7 @@ def main() -> None:
         except kind:
             continue
         raise AssertionError(f"{change} was answered without {kind}")
-    print("chat, stream, completions, a tool, a schema, responses, errors")
+    print("chat, stream, completions, a tool, a schema, responses, embeddings, errors")
 
 
 main()

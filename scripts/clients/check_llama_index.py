@@ -1,4 +1,4 @@
-"""llama-index by OpenAILike: chats, streams, completions, a tool, a typed answer."""
+"""llama-index by OpenAILike: chats, streams, completions, a tool, a typed answer, embeddings."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 
 from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
+from llama_index.embeddings.openai_like import OpenAILikeEmbedding
 from llama_index.llms.openai_like import OpenAILike
 from pydantic import BaseModel
 
@@ -43,7 +44,13 @@ def main() -> None:
     assert call.tool_name == "get_weather"
     person = model.as_structured_llm(Person).chat([ChatMessage(role="user", content="Ann is 41 years old.")]).raw
     assert isinstance(person, Person), person
-    print("chat, stream, completion, a tool, a typed answer")
+    embedder = OpenAILikeEmbedding(
+        model_name="demo",
+        api_base=os.environ["MINISGL_EMBEDDER"] + "/v1",
+        api_key=os.environ["OPENAI_API_KEY"],
+    )
+    assert len(embedder.get_text_embedding_batch(["one two", "three"])) == 2
+    print("chat, stream, completion, a tool, a typed answer, embeddings")
 
 
 main()

@@ -1,6 +1,6 @@
-// The openai package for Node: chats, streams, a tool that is run, Responses, errors.
+// The openai package for Node: chats, streams, a tool that is run, Responses, embeddings, errors, refused images, cancel.
 import assert from "node:assert";
-import OpenAI, { NotFoundError } from "openai";
+import OpenAI, { BadRequestError, NotFoundError } from "openai";
 
 const client = new OpenAI();
 const chat = { model: "demo", messages: [{ role: "user", content: "What is 12 + 30?" }], temperature: 0 };
@@ -38,4 +38,24 @@ for await (const event of await client.responses.create({ ...input, stream: true
 assert.equal(streamed, text);
 assert.equal((await client.responses.retrieve(response.id)).output_text, text);
 await assert.rejects(client.chat.completions.create({ ...chat, model: "gpt-4" }), NotFoundError);
-console.log("chat, stream, a tool run, responses, errors");
+const image = { type: "image_url", image_url: { url: "data:image/png;base64,iVBORw0KGgo=" } };
+await assert.rejects(
+  client.chat.completions.create({ ...chat, messages: [{ role: "user", content: [image] }] }),
+  (error) => error instanceof BadRequestError && /only text/.test(error.message),
+);
+
+const stream = await client.chat.completions.create({ ...chat, stream: true, ignore_eos: true });
+for await (const _ of stream) break;
+const aborted = async () => {
+  const headers = { authorization: `Bearer ${process.env.OPENAI_API_KEY}` };
+  const text = await (await fetch(`${process.env.MINISGL_URL}/metrics`, { headers })).text();
+  return Number(text.match(/^minisgl:request_success_total\{finished_reason="abort".*\} (\S+)$/m)[1]);
+};
+for (let wait = 0; (await aborted()) < 1; wait++) {
+  assert.ok(wait < 300, "the server did not abort the request");
+  await new Promise((resolve) => setTimeout(resolve, 100));
+}
+const embedder = new OpenAI({ baseURL: `${process.env.MINISGL_EMBEDDER}/v1` });
+const embedded = await embedder.embeddings.create({ model: "demo", input: ["one two", "three"], dimensions: 16 });
+assert.deepEqual(embedded.data.map(({ embedding }) => embedding.length), [16, 16]);
+console.log("chat, stream, a tool run, responses, embeddings, errors, cancel");

@@ -1,10 +1,13 @@
-"""The openai package: chats, streams, tools, parsed answers, completions, Responses with earlier ones, errors."""
+"""The openai package: chats, streams, tools, parsed answers, completions, Responses with earlier ones, embeddings,
+errors, images that are refused, streams that are left."""
 
 from __future__ import annotations
 
 import json
+import os
 
-from openai import NotFoundError, OpenAI, pydantic_function_tool
+from aborts import wait_for_aborts
+from openai import BadRequestError, NotFoundError, OpenAI, pydantic_function_tool
 from pydantic import BaseModel
 
 MESSAGES = [{"role": "user", "content": "What is 12 + 30?"}]
@@ -63,7 +66,25 @@ def main() -> None:
     except NotFoundError as error:
         code = error.code
     assert code == "model_not_found"
-    print("chat, stream, parse, tools, completions, responses with an earlier one, errors")
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
+    refused = None
+    try:
+        client.chat.completions.create(model="demo", messages=[{"role": "user", "content": [image]}])
+    except BadRequestError as error:
+        refused = error.message
+    assert refused is not None
+    assert "only text" in refused
+
+    endless = {"model": "demo", "stream": True, "extra_body": {"ignore_eos": True}}
+    with client.chat.completions.create(**endless, messages=MESSAGES) as chunks:
+        next(iter(chunks))
+    with client.responses.create(**endless, input="What is 12 + 30?") as events:
+        next(iter(events))
+    wait_for_aborts(2)
+    embedder = OpenAI(base_url=os.environ["MINISGL_EMBEDDER"] + "/v1")
+    embedded = embedder.embeddings.create(model="demo", input=["one two", "three"], dimensions=16)
+    assert [len(one.embedding) for one in embedded.data] == [16, 16]
+    print("chat, stream, parse, tools, completions, responses with an earlier one, embeddings, errors, cancel")
 
 
 main()
