@@ -1,4 +1,4 @@
-"""openai-agents by its default, /v1/responses: tools, streams, typed output."""
+"""openai-agents by its default, /v1/responses: tools, a namespace, streams, typed output."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from agents import (
     function_tool,
     set_default_openai_client,
     set_tracing_disabled,
+    tool_namespace,
 )
 from openai import AsyncOpenAI
 from pydantic import BaseModel
@@ -45,9 +46,13 @@ async def main() -> None:
     assert streamed.final_output == whole.final_output
     hosted = Agent(name="b", model="demo", tools=[get_weather, WebSearchTool()], model_settings=SETTINGS)
     assert (await Runner.run(hosted, "Hello!")).final_output
+    tools = tool_namespace(name="forecast", description="Weather forecasts.", tools=[get_weather])
+    grouped = Agent(name="d", instructions="Be brief.", model="demo", tools=tools, model_settings=SETTINGS)
+    items = (await Runner.run(grouped, asked, max_turns=4)).new_items
+    assert [type(item).__name__ for item in items] == TOOL_ITEMS, items
     typed = Agent(name="c", model="demo", output_type=Person, model_settings=SETTINGS)
     assert (await Runner.run(typed, "Ann is 41 years old.")).final_output == Person(name="Ann", age=41)
-    print("an agent with a tool, streamed too, hosted tools, a typed answer over /v1/responses")
+    print("an agent with a tool, streamed too, hosted tools, a namespace, a typed answer over /v1/responses")
 
 
 asyncio.run(main())
