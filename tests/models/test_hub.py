@@ -201,7 +201,9 @@ def test_a_part_of_a_model_is_never_taken_for_the_whole(hub: Hub, tmp_path: Path
 
 
 INTERRUPTED = """
+import signal
 import minisgl
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which child processes inherit
 try:
     minisgl.LLM("o/m")
 except KeyboardInterrupt:

@@ -50,6 +50,7 @@ def download_interruptibly(name: str, revision: str | None, hub: ModelSource, we
 
 def main(arguments: str) -> None:
     """Download, and answer."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # it ends this process even if the parent ignores it
     threading.Thread(target=_end_with_parent, daemon=True).start()
     out = os.dup(1)
     os.dup2(2, 1)  # packages may print to stdout
