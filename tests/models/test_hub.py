@@ -119,9 +119,10 @@ def test_each_failure_is_one_line_with_its_cause(hub: Hub, tmp_path: Path) -> No
         "o/lost": r"could not be downloaded .*: 404 .*/model\.safetensors\.$",
         "o/refused": r"could not be downloaded .*: 403 .*/model\.safetensors ",
         "o/portal": r"could not be downloaded .*: JSONDecodeError: ",
+        "o/list": r"could not be downloaded .*/hub: HfHubHTTPError: 403 Forbidden: .*permissions\.$",
         "o/reset": r"could not be downloaded .*: \[Errno 104\] Connection reset by peer$",
     }
-    for model in ("o/m", "o/gated", "o/limited", "o/lost", "o/refused", "o/portal", "o/reset"):
+    for model in ("o/m", "o/gated", "o/limited", "o/lost", "o/refused", "o/portal", "o/list", "o/reset"):
         hub.push(model, SMALL)
     hub.push("o/dev", SMALL, branch="dev")
     hub.push("o/bin", {"pytorch_model.bin": b""})
@@ -129,6 +130,7 @@ def test_each_failure_is_one_line_with_its_cause(hub: Hub, tmp_path: Path) -> No
         "HEAD /o/gated": Fault(403, {"X-Error-Code": "GatedRepo"}),
         "GET /api/models/o/limited": Fault(429, {"Retry-After": "1"}),
         "GET /api/models/o/portal": Fault(203),  # a login page, say
+        "GET /api/models/o/list/tree/": Fault(403),
         "HEAD /o/lost/.*safetensors": Fault(404, {"X-Error-Code": "EntryNotFound"}),
         "GET /o/refused/.*safetensors": Fault(403),
         "GET /o/reset/.*safetensors": Fault(end="reset", after=50_000),
@@ -189,7 +191,7 @@ def test_a_hub_that_stalls_at_its_list_of_files_is_not_waited_for(hub: Hub, full
     hub.faults["GET /api/models/o/m/tree/"] = Fault(end="stall")
     (folder,), log = find(hub, full_cache, "o/m", HF_HUB_ETAG_TIMEOUT="1")
     assert files_of(folder) == SMALL
-    assert re.search(rf"could not be downloaded .* ReadTimeout: .*; the cache's commit {before} is used", log)
+    assert re.search(rf"could not be downloaded .*/hub: ReadTimeout: .*; the cache's commit {before} is used", log)
 
 
 def test_a_part_of_a_model_is_never_taken_for_the_whole(hub: Hub, tmp_path: Path) -> None:

@@ -187,11 +187,14 @@ def _download_failure(name: str, revision: str | None, error: Exception) -> str:
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,
+        LocalEntryNotFoundError,
         OfflineModeIsEnabled,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
 
+    if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # of the list of files
     log_in = "log in with `hf auth login` or set HF_TOKEN"
     match error:
         case GatedRepoError():
