@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import socket
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -114,6 +118,18 @@ def test_of_two_servers_that_start_at_once_the_second_is_refused(
         first.accept()[0].close()
 
 
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EWOULDBLOCK])
+def test_a_folder_whose_lock_cannot_be_had_does_not_prevent_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Its file system has no locks, or another program keeps the lock."""
+    waits: list[float] = []
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(number, "")))
+    monkeypatch.setattr(time, "sleep", waits.append)
+    bind_unix(str(tmp_path / "server.sock")).close()
+    assert sum(waits) == pytest.approx(1.0 if number == errno.EWOULDBLOCK else 0.0)
+
+
 def test_a_start_that_fails_later_leaves_no_file(tmp_path: Path) -> None:
     path = tmp_path / "server.sock"
     command = [sys.executable, "-m", "minisgl", "--model", "/no/such/folder", "--uds", str(path)]
@@ -143,7 +159,8 @@ def test_files_of_others_stay(tmp_path: Path) -> None:
 
 
 def test_a_path_that_no_socket_may_have_is_refused(tmp_path: Path) -> None:
-    for path in (tmp_path / ("x" * 108), tmp_path / "no" / "folder"):
+    os.mkfifo(tmp_path / "fifo")  # to open it would wait for its other end
+    for path in (tmp_path / ("x" * 108), tmp_path / "no" / "folder", tmp_path / "fifo" / "x"):
         with pytest.raises(ConfigError, match=r"^cannot listen on .*; choose another --uds$"):
             bind_unix(str(path))
     for words in ("--uds=", "--uds x --shell"):

@@ -66,19 +66,24 @@ def _one_at_a_time(folder: str) -> Iterator[None]:
     Whoever else holds the folder's lock is waited for, but not for long.
     """
     try:
-        descriptor = os.open(folder, os.O_RDONLY)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:  # it cannot be listed, or there is none, which `bind` will say
         yield
         return
     try:
-        for _ in range(LOCK_TRIES):
-            with suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            time.sleep(0.001)
+        with suppress(OSError):  # the file system has no locks
+            _lock(descriptor)
         yield
     finally:
         os.close(descriptor)  # and frees the lock
+
+
+def _lock(descriptor: int) -> None:
+    for _ in range(LOCK_TRIES):
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(0.001)
 
 
 def _is_left_behind(path: str) -> bool:
