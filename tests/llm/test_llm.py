@@ -26,6 +26,7 @@ import torch
 from minisgl.config import ConfigError, EngineConfig, ServerConfig
 from minisgl.core import PendingStep, StepResult
 from minisgl.llm import LLM, SamplingParams, rank_processes
+from minisgl.llm.interrupts import Interrupts
 from minisgl.llm.rank_processes import RankLost, RankProcesses
 from minisgl.message.control import Start
 from minisgl.models.hub import demo_folder
@@ -230,6 +231,26 @@ def test_a_second_ctrl_c_within_a_step_does_not_wait(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(other.loop._engine, "forward", hangs)
         with pytest.raises(KeyboardInterrupt):
             other.generate("abc")
+
+
+@pytest.mark.parametrize("is_restored_between", [False, True])
+def test_two_ctrl_c_at_the_end_of_a_call_leave_nothing_of_it(
+    monkeypatch: pytest.MonkeyPatch, is_restored_between: bool
+) -> None:
+    interrupts, before = Interrupts(), signal.getsignal(signal.SIGINT)
+
+    def restore(number: int, handler: signal.Handlers) -> None:
+        monkeypatch.undo()
+        signal.raise_signal(signal.SIGINT)
+        if is_restored_between:
+            signal.signal(number, handler)
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt), interrupts.delayed():
+        monkeypatch.setattr(signal, "signal", restore)
+    assert signal.getsignal(signal.SIGINT) is before
+    with interrupts.delayed():
+        interrupts.check()
 
 
 @pytest.mark.parametrize("where", ["_engine.sample", "scheduler._table.extend_pages"])

@@ -20,36 +20,39 @@ class Interrupts:
     """Handler of SIGINT during a call. A second signal while one is delayed is not delayed: a step may hang."""
 
     def __init__(self) -> None:
-        self._handler: Callable[[int, FrameType | None], object] | None = None  # the program's own, during a call
+        self._handler: Callable[[int, FrameType | None], object] = signal.default_int_handler  # the program's own
         self._is_due = False  # a signal has come that the handler has not seen
         self._is_waiting = False
 
     @contextmanager
     def delayed(self) -> Iterator[None]:
         """Delay signals during a call. Outside of the main thread no signal is handled, so nothing is to be done."""
+        self._is_due = self._is_waiting = False  # a second signal may have interrupted the end of an earlier call
         handler = signal.getsignal(signal.SIGINT)
         if threading.current_thread() is not threading.main_thread() or not callable(handler):
             yield
             return
         self._handler = handler
-        signal.signal(signal.SIGINT, self._receive)
         try:
-            yield
-        finally:
+            signal.signal(signal.SIGINT, self._receive)
+            try:
+                yield
+            finally:
+                signal.signal(signal.SIGINT, handler)
+                self.check()
+        finally:  # a second signal may have raised before the inner one
             signal.signal(signal.SIGINT, handler)
-            self.check()
-            self._handler = None
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self._handler is None or not (self._is_due or self._is_waiting):
-            self._is_due = True
-        else:
+        if self._is_due or self._is_waiting:
             self._is_due = False
             self._handler(number, frame)
+        else:
+            self._is_due = True
 
     def check(self) -> None:
         """Give a delayed signal to the program's handler, which usually raises KeyboardInterrupt."""
-        if self._is_due and self._handler is not None:
+        if self._is_due:
             self._is_due = False
             self._handler(signal.SIGINT, currentframe())
 
