@@ -149,10 +149,7 @@ def check_function(function: dict[str, Any], path: str, schema_field: str = "par
 
     `schema_field` is the client's name of the schema.
     """
-    name = member(function, "name", str, path)
-    if not _NAME.fullmatch(name):
-        text = f"{path}.name must have 1 to 256 letters, digits or any of _.:/- and nothing else, not {name!r:.80}"
-        raise InvalidRequest(f"{path}.name", text)
+    valid_name(function, path)
     optional_member(function, "description", str, path)
     optional_member(function, "strict", bool, path)
     schema = optional_member(function, "parameters", dict, path)
@@ -166,3 +163,12 @@ def check_function(function: dict[str, Any], path: str, schema_field: str = "par
             raise InvalidRequest(f"{path}.properties.{key}", f"{path}.properties.{key} must be a JSON schema")
     if not all(isinstance(key, str) for key in optional_member(schema, "required", list, path) or []):
         raise InvalidRequest(f"{path}.required", f"{path}.required must be a list of strings")
+
+
+def valid_name(owner: Mapping[str, Any], path: str) -> str:
+    """Return the name of a function or a namespace; InvalidRequest if it has none or one that is not valid."""
+    name: str = member(owner, "name", str, path)
+    if not _NAME.fullmatch(name):
+        text = f"{path}.name must have 1 to 256 letters, digits or any of _.:/- and nothing else, not {name!r:.80}"
+        raise InvalidRequest(f"{path}.name", text)
+    return name

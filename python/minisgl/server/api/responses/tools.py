@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from minisgl.sampling_params import InvalidRequest
-from minisgl.server.api.bodies.tools import Tool, ToolChoice, ToolUse, check_function, known_function, name_of, use_of
+from minisgl.server.api.bodies.tools import (
+    Tool,
+    ToolChoice,
+    ToolUse,
+    check_function,
+    known_function,
+    name_of,
+    use_of,
+    valid_name,
+)
 from minisgl.tokenizer.conversation import member, optional_member
 
 _CHOICES = "'none', 'auto', 'required', or an object that names a function or allowed_tools"
@@ -55,10 +64,10 @@ def response_tools(tools: Sequence[Mapping[str, Any]], choice: Any, parallel: bo
             continue
         function = {name: value for name, value in tool.items() if name != "type" and value is not None}
         if namespace is not None:
-            name = NamespacedName(namespace, member(function, "name", str, path))
+            name = NamespacedName(namespace, valid_name(function, path))
             function["name"] = name.shown
             namespaced[name.shown] = name
-        check_function(function, path)
+        check_function(function, path)  # also that the two names together are not too long
         functions.append({"type": "function", "function": function})
     counts = Counter(map(name_of, functions))
     for name in namespaced.values():
@@ -83,7 +92,7 @@ def _single_tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Map
         if tool.get("type") != "namespace":
             yield path, tool, None
             continue
-        namespace = member(tool, "name", str, path)
+        namespace = valid_name(tool, path)
         for inner_index, inner in enumerate(member(tool, "tools", list, path)):
             inner_path = f"{path}.tools.{inner_index}"
             if not isinstance(inner, dict):
