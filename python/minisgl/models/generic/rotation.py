@@ -8,7 +8,6 @@ the model, by numbers and by identity.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import CellType, FunctionType, MethodType
@@ -112,10 +111,9 @@ def rotation_table(model: nn.Module, call: RotaryCall, max_positions: int) -> Te
 
 def _rotation_of(module: nn.Module) -> Rotate | None:
     """Return the function by which a module's forward rotates."""
-    forward = type(module).forward
-    if not isinstance(forward, FunctionType):
-        return None
-    forward = inspect.unwrap(forward)
+    forward: Any = type(module).forward
+    while isinstance(forward, FunctionType) and hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
     if not isinstance(forward, FunctionType) or _NAME not in forward.__code__.co_names:
         return None
     rotate: Rotate | None = forward.__globals__.get(_NAME)
