@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MAX_LOGGED = 3  # added tokens in a warning
+
 
 def load_tokenizer_config(folder: Path) -> dict[str, Any]:
     """Return the content of tokenizer_config.json; empty if there is none.
@@ -92,15 +94,18 @@ def changed_tokens(
     tokens = before.copy()
     next_id = max([vocab_size, *(token.id + 1 for token in before.values())])
     older = [token for token in _listed_before(config) if token.content not in before]
+    moved: list[str] = []
     for listed in [*_listed(config), *older]:
         is_special = listed.special or (listed.content in before and before[listed.content].special)
-        token_id = id_of(listed.content)
+        token_id = tokens[listed.content].id if listed.content in tokens else id_of(listed.content)
         if token_id is None:
             token_id, next_id = next_id, next_id + 1
             if listed.id != token_id:
-                text = "added token %r has id %d as in transformers, not %d: the ids before are another's or missing"
-                logger.warning(text, listed.content, token_id, listed.id)
+                moved.append(f"{listed.content!r} has id {token_id}, not {listed.id}")
         tokens[listed.content] = msgspec.structs.replace(listed, id=token_id, special=is_special)
+    if moved:
+        text = "added tokens whose listed id is another's or behind a gap get the next free one, as in transformers: %s"
+        logger.warning(text, "; ".join(moved[:MAX_LOGGED]) + ("; ..." if len(moved) > MAX_LOGGED else ""))
     nameless = [value for value in _nameless(config) if _text_of(value) not in tokens]
     for value in [*_named(config).values(), *nameless]:
         content = _text_of(value)
