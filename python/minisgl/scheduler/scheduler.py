@@ -169,12 +169,12 @@ class Scheduler:
             self._snapshots.save(len(self._requests.running))
         if not self._make_room():
             return None
-        running, table = self._requests.running_slots, self._table
+        running, table = self._requests.running, self._table
         chunks = self._batch_policy.chunks(
             table.cached_len[running], table.remaining(running), self._limits.prefill_tokens
         )
         new_rows = self._admit(chunks)
-        running = self._requests.running_slots
+        running = self._requests.running
         # A snapshot that a waiting request wants may have made chunks shorter than `chunks` knows.
         remaining = table.remaining(running)
         query_lens = np.minimum(self._batch_policy.query_lens(remaining, chunks), remaining)
@@ -230,7 +230,7 @@ class Scheduler:
         new_rows: list[NewRow] = []
         if not self._requests.waiting or chunks.is_full:
             return new_rows
-        prompts = self._requests.running_slots[table.remaining(self._requests.running_slots) > 1].tolist()
+        prompts = self._requests.running[table.remaining(self._requests.running) > 1].tolist()
         highest = max((table.request(slot).priority for slot in prompts), default=-math.inf)
         for request in self._requests.waiting.candidates(
             lambda request: not _is_compiling(request) and not self._still_waits(request),
@@ -252,7 +252,7 @@ class Scheduler:
             if not self._pages.reserve(request, prefix, len(self._requests.running)):
                 break
             new_rows.append(self._enter(request, prefix))
-            remaining = int(table.remaining(self._requests.running_slots[-1:])[0])  # a snapshot may cut it
+            remaining = int(table.remaining(self._requests.running[-1:])[0])  # a snapshot may cut it
             if remaining > 1:
                 chunks.add(prefix.cached_len, remaining)
         return new_rows
@@ -260,8 +260,8 @@ class Scheduler:
     def _coming(self, request: Request, cached_len: int) -> Awaited | None:
         """Return more of the request's tokens than are cached, if a running prefill will soon put them there."""
         if self._snapshots is not None:
-            return self._snapshots.coming(request, cached_len, self._requests.running_slots)
-        return self._pages.coming(request, cached_len, self._requests.running_slots)
+            return self._snapshots.coming(request, cached_len, self._requests.running)
+        return self._pages.coming(request, cached_len, self._requests.running)
 
     def _still_waits(self, request: Request) -> bool:
         """Return True if a running prefill has not come as far as the prefix for which the request waits."""
@@ -298,7 +298,7 @@ class Scheduler:
         tokens.
         """
         while True:
-            running, table = self._requests.running_slots, self._table
+            running, table = self._requests.running, self._table
             if len(running) <= self._pages.unpromised:
                 return True  # a decode needs one page at most
             decodes = running[table.remaining(running) == 1]
@@ -309,7 +309,7 @@ class Scheduler:
                 return True
             if self._completed_step < self._next_step - 1:
                 return False  # steps in flight may end requests, and they name the slot that would be retracted
-            youngest = max(map(table.request, self._requests.running), key=lambda request: request.precedence)
+            youngest = max(map(table.request, running.tolist()), key=lambda request: request.precedence)
             self._requests.retract(youngest)
 
     # --- a step is complete -----------------------------------------------------------------------------------

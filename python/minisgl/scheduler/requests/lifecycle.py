@@ -33,8 +33,7 @@ class RequestLifecycle:
         self._pages = pages
         self._snapshots = snapshots
         self.waiting = WaitingQueue(policy)
-        self.running: list[int] = []  # slots, oldest admission first
-        self.running_slots: IndexArray = np.empty(0, dtype=np.intp)  # slots of `running`, rebuilt when it changes
+        self.running: IndexArray = np.empty(0, dtype=np.intp)  # slots, oldest admission first
         self._retiring: list[int] = []  # slots of ended requests that a step in flight may still name
         self._by_seq_id: dict[int, Request] = {}
         self.output = StepOutput()  # events since the last `take_output`
@@ -45,7 +44,7 @@ class RequestLifecycle:
     @property
     def has_work(self) -> bool:
         """True if a request waits or runs, or an ended one still holds its slot."""
-        return bool(self.waiting or self.running or self._retiring or self.output.ended)
+        return bool(self.waiting or len(self.running) or self._retiring or self.output.ended)
 
     def find(self, seq_id: int) -> Request | None:
         """Return the request, unless it has ended."""
@@ -66,8 +65,7 @@ class RequestLifecycle:
         request.hit_tokens = prefix.cached_len
         request.state = RequestState.RUNNING
         window_pages = self._pages.enter(request, prefix)
-        self.running.append(request.slot)
-        self.running_slots = np.asarray(self.running, dtype=np.intp)
+        self.running = np.append(self.running, request.slot)
         if self._snapshots is not None:
             self._snapshots.enter(request, prefix)
         return window_pages
@@ -134,7 +132,7 @@ class RequestLifecycle:
     def sequences(self, limit: int) -> list[SequenceState]:
         """Return up to `limit` running requests, oldest admission first, then up to `limit` waiting ones."""
         table = self._table
-        running = map(table.request, self.running[:limit])
+        running = map(table.request, self.running[:limit].tolist())
         found = [
             sequence_state(request, int(table.cached_len[request.slot]), int(table.known_len[request.slot]))
             for request in running
@@ -147,5 +145,4 @@ class RequestLifecycle:
 
     def _stop_running(self, slot: int) -> None:
         self._table.live[slot] = False
-        self.running.remove(slot)
-        self.running_slots = np.asarray(self.running, dtype=np.intp)
+        self.running = self.running[self.running != slot]
