@@ -157,7 +157,7 @@ class Scheduler:
     @property
     def is_compiling(self) -> bool:
         """True if a waiting request's grammar is still being compiled."""
-        return any(_is_compiling(request) for request in self._requests.waiting)
+        return any(request.is_compiling for request in self._requests.waiting)
 
     # --- a step is planned ------------------------------------------------------------------------------------
 
@@ -233,7 +233,7 @@ class Scheduler:
         prompts = self._requests.running[table.remaining(self._requests.running) > 1].tolist()
         highest = max((table.request(slot).priority for slot in prompts), default=-math.inf)
         for request in self._requests.waiting.candidates(
-            lambda request: not _is_compiling(request) and not self._still_waits(request),
+            lambda request: not request.is_compiling and not self._still_waits(request),
             lambda request: self._pages.match(request).cached_len,
         ):
             if not table.num_free or len(self._requests.running) >= self._limits.running or chunks.is_full:
@@ -375,7 +375,3 @@ class Scheduler:
         self._pages.check_idle()
         if self.counts()["sequences"]:
             raise RuntimeError(f"held at idle: {self.counts()}")
-
-
-def _is_compiling(request: Request) -> bool:
-    return request.matcher is not None and request.matcher.is_compiling

@@ -78,6 +78,11 @@ class Request:
         """Sort key: smaller goes first, and is retracted last."""
         return -self.priority, self.arrival
 
+    @property
+    def is_compiling(self) -> bool:
+        """True if its grammar is still being compiled."""
+        return self.matcher is not None and self.matcher.is_compiling
+
     def may_wait_for(self, other: Request) -> bool:
         """Return True if it may wait for a prefix that another one computes.
 
