@@ -83,7 +83,7 @@ class RequestPages:
         if not self._cache.keeps_prefixes:
             return None
         table, tokens = self._table, request.token_ids
-        for slot in running[table.cached_len[running] < table.entry_len[running]].tolist():
+        for slot in table.prefilling(running):
             known = table.tokens[slot, : min(int(table.entry_len[slot]), len(tokens) - 1)]
             # Most prompts differ in the first page that is not cached, and many share a long cached prefix.
             computed, end = int(table.cached_len[slot]), cached_len + self._page_size

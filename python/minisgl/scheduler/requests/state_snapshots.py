@@ -59,11 +59,11 @@ class StateSnapshots:
         self._pages = pages
         self._table = table
         self._page_size = table.page_size
-        longest = table.tokens.shape[1]  # more would not fit the table's int32 positions
-        self._distance = pages_for(min(distance, longest), table.page_size) * table.page_size
+        # A distance above max_seq_len might not fit the table's int32 positions.
+        self._distance = pages_for(min(distance, table.max_seq_len), table.page_size) * table.page_size
         self._spacing = SPACING * self._distance
-        self._rows = [_Row(0) for _ in table.requests]
-        self._first = len(table.requests) + 1  # row of entry 0, after the slots and the scratch slot
+        self._rows = [_Row(0) for _ in range(table.num_slots)]
+        self._first = table.num_slots + 1  # row of entry 0, after the slots and the scratch slot
         self._due: dict[int, int] = {}  # slot whose state the next plan must save -> its position
         self._copies: list[tuple[int, int]] = []  # (from row, to row), for the next plan
 
@@ -86,7 +86,7 @@ class StateSnapshots:
         """
         table, least = self._table, cached_len + self._distance
         tokens = request.token_ids[:-1]
-        for slot in running[table.cached_len[running] < table.entry_len[running]].tolist():
+        for slot in table.prefilling(running):
             known = table.tokens[slot, : min(int(table.entry_len[slot]) - 1, len(tokens))]
             if len(known) < least or not request.may_wait_for(other := table.request(slot)):
                 continue

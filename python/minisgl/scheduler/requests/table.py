@@ -37,6 +37,8 @@ class SlotTable:
     """Rows for `num_slots` running requests of up to `max_seq_len` tokens."""
 
     def __init__(self, num_slots: int, max_seq_len: int, page_size: int) -> None:
+        self.num_slots = num_slots
+        self.max_seq_len = max_seq_len
         self.page_size = page_size
         self.tokens = np.zeros((num_slots, max_seq_len), dtype=np.int32)
         self.pages = np.zeros((num_slots, pages_for(max_seq_len, page_size)), dtype=np.int32)
@@ -107,6 +109,11 @@ class SlotTable:
         """
         wanted = np.minimum(self.device_len[slots], self.max_len[slots] - 1)
         return np.minimum(wanted, self.stop[slots]) - self.cached_len[slots]
+
+    def prefilling(self, slots: IndexArray) -> list[int]:
+        """Return the slots that lack KV of some tokens with which their requests entered."""
+        found: list[int] = slots[self.cached_len[slots] < self.entry_len[slots]].tolist()
+        return found
 
     def flags(self, slots: IndexArray) -> SamplingFlags:
         """Return the union of the flags of the slots' requests."""

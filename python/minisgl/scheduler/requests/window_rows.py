@@ -34,12 +34,11 @@ class WindowRows:
         # A request holds no more windowed pages than full ones, so equally many windowed pages never run out first.
         self._is_limit = pool.num_pages < num_full_pages
         self._chunks = pages_for(max_prefill_tokens, table.page_size)
-        num_slots = len(table.num_pages)
         self._pages = np.zeros_like(table.pages)
         self._cached = np.zeros_like(table.pages)  # cached page of the full group to which a lent entry belongs
-        self._start = np.zeros(num_slots, dtype=np.int32)
-        self._lent = np.zeros(num_slots, dtype=np.int32)
-        self._promised = np.zeros(num_slots, dtype=np.int32)  # pages, while the prompt is computed; then 0
+        self._start = np.zeros(table.num_slots, dtype=np.int32)
+        self._lent = np.zeros(table.num_slots, dtype=np.int32)
+        self._promised = np.zeros(table.num_slots, dtype=np.int32)  # pages, while the prompt is computed; then 0
 
     @property
     def unpromised(self) -> int:
