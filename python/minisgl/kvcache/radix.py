@@ -120,7 +120,7 @@ class RadixCache:
     def _walk(self, tokens: bytes, salt: bytes) -> tuple[_Node, Int32Array]:
         """Return the node at which the longest cached prefix ends, splitting one if necessary, and its path's pages."""
         node, at, runs = self._root, 0, [empty_pages()]
-        key = salt + self._first_page(tokens)
+        key = self._child_key(node, tokens, salt)
         while child := node.children.get(key):
             if not tokens.startswith(child.tokens, at):
                 child = self._split(child, self._common_pages(child.tokens, tokens[at:]))
@@ -130,7 +130,7 @@ class RadixCache:
         return node, np.concatenate(runs)
 
     def _add_leaf(self, parent: _Node, tokens: bytes, pages: Int32Array, salt: bytes) -> _Node:
-        key = (salt if parent is self._root else b"") + self._first_page(tokens)
+        key = self._child_key(parent, tokens, salt)
         leaf = _Node(parent, key, tokens, pages, end=parent.end + len(pages) * self.page_size)
         parent.children[key] = leaf
         self._cached += len(pages)
@@ -165,6 +165,10 @@ class RadixCache:
     def _whole_pages(self, tokens: Int32Array) -> bytes:
         whole = len(tokens) // self.page_size * self.page_size
         return np.asarray(tokens[:whole], dtype=np.int32).tobytes()
+
+    def _child_key(self, node: _Node, tokens: bytes, salt: bytes) -> bytes:
+        """Return the key of a node's child whose run begins with these tokens."""
+        return (salt if node is self._root else b"") + self._first_page(tokens)
 
     def _first_page(self, tokens: bytes) -> bytes:
         return tokens[: self._page_bytes]
@@ -250,7 +254,7 @@ class RadixCache:
         self._use(keep)
         # If the walk ends before `length`, no child has the next page.
         rest = self._whole_pages(tokens)[keep.end * _TOKEN_BYTES :]
-        below = keep.children.get((salt if keep is self._root else b"") + self._first_page(rest))
+        below = keep.children.get(self._child_key(keep, rest, salt))
         if below is None:
             return empty_pages()
         if below.locks:
