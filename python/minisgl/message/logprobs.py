@@ -130,14 +130,14 @@ def _slice(rows: LogprobRows, start: int, end: int) -> LogprobRows:
     each = slice(start * ID_BYTES, end * ID_BYTES)
     top = slice(start * width * ID_BYTES, end * width * ID_BYTES)
     return LogprobRows(
-        rows.seq_ids,
-        [end - start],
-        rows.tops,
-        rows.tokens[each],
-        rows.logprobs[each],
-        rows.ranks[each],
-        rows.top_tokens[top],
-        rows.top_logprobs[top],
+        seq_ids=rows.seq_ids,
+        lengths=[end - start],
+        tops=rows.tops,
+        tokens=rows.tokens[each],
+        logprobs=rows.logprobs[each],
+        ranks=rows.ranks[each],
+        top_tokens=rows.top_tokens[top],
+        top_logprobs=rows.top_logprobs[top],
     )
 
 

@@ -73,10 +73,10 @@ class SchedulerServer:
                     unpack_ids(message.prompt_ids).copy(),
                     message.sampling,
                     message.seed,
-                    message.priority,
-                    message.cache_salt,
-                    message.text,
-                    message.request_id,
+                    priority=message.priority,
+                    salt=message.cache_salt,
+                    text=message.text,
+                    request_id=message.request_id,
                 )
             case Abort():
                 for seq_id in message.seq_ids:

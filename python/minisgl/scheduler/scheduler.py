@@ -279,14 +279,14 @@ class Scheduler:
         if sampling.min_tokens:
             stop_ids = sampling.stop_token_ids + (() if sampling.ignore_eos else self._eos_token_ids)
         return NewRow(
-            request.slot,
-            request.token_ids,
-            prefix.pages,
-            sampling,
-            request.seed,
-            request.prompt_len,
-            stop_ids,
-            window_pages,
+            slot=request.slot,
+            token_ids=request.token_ids,
+            pages=prefix.pages,
+            sampling=sampling,
+            seed=request.seed,
+            prompt_len=request.prompt_len,
+            stop_ids=stop_ids,
+            window_pages=window_pages,
         )
 
     def _make_room(self) -> bool:

@@ -70,8 +70,7 @@ def admit(request: Generate, tokenizer: TextTokenizer, limits: Limits, grammars:
         keep = tokens_to_keep(request, limits)
         ids = encode_prompt(request.prompt, tokenizer, limits, keep, keep_first=request.keep_first)
         check_vocabulary(ids, limits)
-        asked, fewer = request.sampling.max_tokens, request.fewer_tokens
-        max_tokens = resolve_max_tokens(len(ids), asked, limits, fewer=fewer)
+        max_tokens = resolve_max_tokens(len(ids), request.sampling.max_tokens, limits, fewer=request.fewer_tokens)
         sampling = resolve_bad_words(request.sampling.with_max_tokens(max_tokens), tokenizer, limits.vocab_size)
         end = prompt_end(request, ids, tokenizer)
         if sampling.grammar is not None:
@@ -90,7 +89,16 @@ def admit(request: Generate, tokenizer: TextTokenizer, limits: Limits, grammars:
     # A digest, because the prefix cache needs salts of equal length.
     salt = hashlib.blake2b(request.cache_salt.encode(), digest_size=16).digest() if request.cache_salt else b""
     adds = [
-        Add(seq_id, packed, sampling, seed, request.text, request.priority, salt, request.request_id)
+        Add(
+            seq_id,
+            packed,
+            sampling,
+            seed,
+            request.text,
+            priority=request.priority,
+            cache_salt=salt,
+            request_id=request.request_id,
+        )
         for seq_id, seed in zip(request.seq_ids, request.seeds, strict=True)
     ]
     echo = echo_of(request, ids, tokenizer) if request.echo else None

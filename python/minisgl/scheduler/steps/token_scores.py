@@ -63,14 +63,14 @@ def pack_logprobs(
     widths = np.minimum(tops, width)
     kept = np.arange(width) < np.repeat(widths, lengths)[:, None]
     return LogprobRows(
-        seq_ids,
-        lengths,
-        widths.tolist(),
-        pack_ids(tokens),
-        np.concatenate([part.chosen for part in parts]).astype("<f4").tobytes(),
-        pack_ids(np.concatenate([part.ranks for part in parts])),
-        pack_ids(top_ids[kept]),
-        top[kept].astype("<f4").tobytes(),
+        seq_ids=seq_ids,
+        lengths=lengths,
+        tops=widths.tolist(),
+        tokens=pack_ids(tokens),
+        logprobs=np.concatenate([part.chosen for part in parts]).astype("<f4").tobytes(),
+        ranks=pack_ids(np.concatenate([part.ranks for part in parts])),
+        top_tokens=pack_ids(top_ids[kept]),
+        top_logprobs=top[kept].astype("<f4").tobytes(),
     )
 
 
