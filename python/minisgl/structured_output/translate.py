@@ -28,7 +28,6 @@ PARSER_LIMITS = LLParserLimits(precompute_large_lexemes=False, verbose_errors=Fa
 STACK_BYTES = 256 * 2**20
 NOT_COMPLETE = "a template must be completed before it is a grammar"
 SCHEMA_KINDS = ("json_object", "json_schema", "closed_json_schema")
-FIELDS = dict.fromkeys(SCHEMA_KINDS, "response_format")  # the field in which most clients give a schema
 
 # Whitespace between JSON's tokens: a space, or a line break with indentation. Without a bound, a model that is unsure
 # what comes next may write whitespace without end.
@@ -51,8 +50,8 @@ def named_tokens(tokenizer: Tokenizer) -> dict[int, str]:
 
 
 def field_of(grammar: Grammar) -> str:
-    """Return the request's field to name in a refusal, if the caller does not know it."""
-    return FIELDS.get(grammar.kind, "structured_outputs")
+    """Return the request's field to name in a refusal if it is not known: the one that most clients use."""
+    return "response_format" if grammar.kind in SCHEMA_KINDS else "structured_outputs"
 
 
 def to_llguidance(grammar: Grammar) -> str:
