@@ -74,8 +74,8 @@ def test_allowed_ids_that_leave_the_grammar_nothing(drawer: Drawer) -> None:
 
 def test_a_grammar_that_is_too_complex_excludes_nothing(drawer: Drawer) -> None:
     matcher = start(drawer, LETTERS, allowed_token_ids=tuple(ids_of(drawer, "a")))
-    assert matcher.followed is not None
-    matcher.followed.consume_token(drawer.eos)  # puts llguidance's matcher into its error state
+    assert matcher.ll_matcher is not None
+    matcher.ll_matcher.consume_token(drawer.eos)  # puts llguidance's matcher into its error state
     (c,) = ids_of(drawer, "c")
     assert matcher.advance(c) is MatcherStatus.FAILED
 
@@ -200,11 +200,11 @@ def test_ids_that_the_model_lacks_are_no_other_continuation(drawer: Drawer, voca
         small = GrammarMatchers(lambda: drawer.tokenizer, vocab_size=vocab_size, eos_token_ids=[eos], threads=1)
         sampling = SamplingParams(grammar=Grammar("regex", "ab"), stop_token_ids=stops, ignore_eos=ignore_eos)
         matcher = small.start(sampling)
-        assert matcher.followed is not None
+        assert matcher.ll_matcher is not None
         row[:] = 0
         for token in (letter, beyond):
             bits[token // 32] |= np.uint32(1 << token % 32)
-        matcher.adjust(row, matcher.followed, vocab_size)
+        matcher.adjust(row, matcher.ll_matcher, vocab_size)
         assert bits[letter // 32] >> np.uint32(letter % 32) & 1
 
 

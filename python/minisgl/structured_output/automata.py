@@ -58,7 +58,7 @@ class GrammarVocabulary:
 class AutomatonUser(Protocol):
     """Matcher of a request, as its automaton knows it."""
 
-    def forget_followed(self) -> None:
+    def drop_ll_matcher(self) -> None:
         """Drop llguidance's matcher, which holds memory of the automaton."""
 
     def move_to(self, automaton: Automaton) -> None:
@@ -81,7 +81,7 @@ class Automaton:
         before = allocated_bytes()
         self.compiled = _freed()
         for user in self.users:
-            user.forget_followed()
+            user.drop_ll_matcher()
         return before - allocated_bytes()
 
 

@@ -37,7 +37,7 @@ class GrammarMatcher:
         assert sampling.grammar is not None
         self.automaton = automaton
         automaton.users.add(self)
-        self._followed: LLMatcher | None = None
+        self._ll_matcher: LLMatcher | None = None
         self._tokens: list[int] = []  # tokens consumed so far
         self._own_stop_ids = frozenset(sampling.stop_token_ids) - eos_token_ids
         self._stop_ids = self._own_stop_ids | eos_token_ids
@@ -49,12 +49,12 @@ class GrammarMatcher:
         return not self.automaton.compiled.done()
 
     @property
-    def followed(self) -> LLMatcher | None:
+    def ll_matcher(self) -> LLMatcher | None:
         """llguidance's matcher; None if the grammar cannot be used."""
-        if self._followed is None:
+        if self._ll_matcher is None:
             compiled = self.automaton.compiled.result()
-            self._followed = None if compiled is None else compiled.deep_copy()
-        return self._followed
+            self._ll_matcher = None if compiled is None else compiled.deep_copy()
+        return self._ll_matcher
 
     @property
     def is_plain(self) -> bool:
@@ -64,52 +64,52 @@ class GrammarMatcher:
     @property
     def is_stuck(self) -> bool:
         """True if its automaton is full, or the grammar is too complex."""
-        return self.followed is not None and self.followed.is_error()
+        return self.ll_matcher is not None and self.ll_matcher.is_error()
 
-    def forget_followed(self) -> None:
+    def drop_ll_matcher(self) -> None:
         """Drop llguidance's matcher; the next use copies the automaton's, at the beginning of the grammar."""
-        self._followed = None
+        self._ll_matcher = None
 
     def move_to(self, automaton: Automaton) -> None:
         """Continue from the same position with another automaton of the grammar."""
         self.automaton.users.discard(self)
-        self.automaton, self._followed = automaton, None
+        self.automaton, self._ll_matcher = automaton, None
         automaton.users.add(self)
         for start in range(0, len(self._tokens), REPLAYED_TOKENS):
-            if self.followed is not None:
-                self.followed.consume_tokens(self._tokens[start : start + REPLAYED_TOKENS])
-                self.followed.compute_bitmask()  # resets llguidance's limit on work between two bitmasks
+            if self.ll_matcher is not None:
+                self.ll_matcher.consume_tokens(self._tokens[start : start + REPLAYED_TOKENS])
+                self.ll_matcher.compute_bitmask()  # resets llguidance's limit on work between two bitmasks
 
     def advance(self, token: int) -> MatcherStatus:
         """Consume a token; return the status after it."""
-        followed = self.followed
+        ll_matcher = self.ll_matcher
         if self.automaton.is_too_large:
             return MatcherStatus.TOO_LARGE
-        if followed is None:
+        if ll_matcher is None:
             return MatcherStatus.UNUSABLE
-        if followed.is_error():
+        if ll_matcher.is_error():
             return MatcherStatus.FAILED
-        if self._allowed_ids is not None and self._is_excluded(token, self._allowed_ids, followed):
+        if self._allowed_ids is not None and self._is_excluded(token, self._allowed_ids, ll_matcher):
             return MatcherStatus.EXCLUDED
-        if token in self._stop_ids and followed.is_accepting():
+        if token in self._stop_ids and ll_matcher.is_accepting():
             return MatcherStatus.COMPLETE
-        if not followed.consume_token(token):
+        if not ll_matcher.consume_token(token):
             return MatcherStatus.FAILED
         self._tokens.append(token)
         if token in self._stop_ids:  # even if the grammar has not ended: nothing else was allowed
             return MatcherStatus.COMPLETE
-        if not followed.is_stopped():
+        if not ll_matcher.is_stopped():
             return MatcherStatus.OPEN
-        return MatcherStatus.FAILED if followed.is_error() else MatcherStatus.COMPLETE
+        return MatcherStatus.FAILED if ll_matcher.is_error() else MatcherStatus.COMPLETE
 
-    def _is_excluded(self, token: int, allowed_ids: frozenset[int], followed: LLMatcher) -> bool:
+    def _is_excluded(self, token: int, allowed_ids: frozenset[int], ll_matcher: LLMatcher) -> bool:
         """Return True if the token violates `allowed_ids` or the grammar: the sampler had no token that both allow."""
         if token not in allowed_ids:
             return True
-        may_end = token in self._stop_ids and followed.is_accepting()
-        return not may_end and not followed.validate_tokens([token]) and not followed.is_error()
+        may_end = token in self._stop_ids and ll_matcher.is_accepting()
+        return not may_end and not ll_matcher.validate_tokens([token]) and not ll_matcher.is_error()
 
-    def adjust(self, row: Int32Array, followed: LLMatcher, vocab_size: int) -> None:
+    def adjust(self, row: Int32Array, ll_matcher: LLMatcher, vocab_size: int) -> None:
         """Change llguidance's row of the bitmask, int32[words], by the rules about ids that end the request.
 
         The row may have ids beyond `vocab_size`, which the model cannot choose.
@@ -117,7 +117,7 @@ class GrammarMatcher:
         if self._own_stop_ids:
             kept = row.copy()
             for token in self._own_stop_ids:
-                _set_bit(row, token, _may_end_with(token, followed, is_allowed=_has_bit(row, token)))
+                _set_bit(row, token, _may_end_with(token, ll_matcher, is_allowed=_has_bit(row, token)))
             if not _has_any_bit(row, vocab_size):
                 row[:] = kept
         if self._avoided:
@@ -172,7 +172,7 @@ class GrammarMatchers:
         constrained = [(_own(matcher), row) for row, matcher in enumerate(matchers) if matcher is not None]
         # A thread gets neighbours, so those of one automaton, which cannot run at the same time, come together.
         constrained.sort(key=lambda one: id(one[0].automaton))
-        filled = [(matcher.followed, row) for matcher, row in constrained if matcher.followed is not None]
+        filled = [(matcher.ll_matcher, row) for matcher, row in constrained if matcher.ll_matcher is not None]
         if len(filled) < len(matchers):
             bitmask.fill(-1)
         if filled:
@@ -186,10 +186,10 @@ class GrammarMatchers:
                 if not matcher.is_stuck:
                     break
                 self._replace_automaton(matcher)
-                if matcher.followed is not None:
-                    matcher.followed.unsafe_compute_mask_ptr(bitmask[row].ctypes.data, bitmask[row].nbytes)
-            if matcher.followed is not None and not matcher.is_plain:
-                matcher.adjust(bitmask[row], matcher.followed, self._vocab_size)
+                if matcher.ll_matcher is not None:
+                    matcher.ll_matcher.unsafe_compute_mask_ptr(bitmask[row].ctypes.data, bitmask[row].nbytes)
+            if matcher.ll_matcher is not None and not matcher.is_plain:
+                matcher.adjust(bitmask[row], matcher.ll_matcher, self._vocab_size)
 
     def _advance(self, matcher: GrammarMatcher, token: int) -> MatcherStatus:
         status = matcher.advance(token)
@@ -205,16 +205,16 @@ class GrammarMatchers:
         matcher.move_to(self._automata.successor(matcher.automaton))
 
 
-def _may_end_with(token: int, followed: LLMatcher, *, is_allowed: bool) -> bool:
+def _may_end_with(token: int, ll_matcher: LLMatcher, *, is_allowed: bool) -> bool:
     """Return True if the grammar accepts an end here, or after this token if it `is_allowed`.
 
     A matcher also consumes a token with the bytes of another one, of which two a bitmask allows only one.
     """
-    if followed.is_accepting() or not is_allowed:
-        return followed.is_accepting()
-    followed.consume_token(token)
-    accepts = followed.is_accepting()
-    followed.rollback(1)
+    if ll_matcher.is_accepting() or not is_allowed:
+        return ll_matcher.is_accepting()
+    ll_matcher.consume_token(token)
+    accepts = ll_matcher.is_accepting()
+    ll_matcher.rollback(1)
     return accepts
 
 
