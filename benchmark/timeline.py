@@ -14,9 +14,11 @@ import itertools
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -86,21 +88,23 @@ class Timeline:
         return (max(span.end for span in self.device) - self.device[0].begin) / self.steps
 
 
-def spans_of(loop: StepLoop, span: Callable[[str], Any]) -> None:
-    """Put `span(name)` around each part of the host's work."""
+@contextmanager
+def spans_around_parts(loop: StepLoop, span: Callable[[str], Any]) -> Iterator[None]:
+    """Put `span(name)` around each part of the host's work within the block."""
 
-    def wrap(owner: Any, method: str, name: str) -> None:
-        inner = getattr(owner, method)
-
-        def wrapped(*args: Any) -> Any:
+    def wrapped(inner: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
             with span(name):
                 return inner(*args)
 
-        setattr(owner, method, wrapped)
+        return call
 
-    wrap(loop.scheduler, "schedule", "schedule")
-    wrap(loop, "_launch", "launch")
-    wrap(loop.scheduler, "complete", "complete")
+    with (
+        patch.object(loop.scheduler, "schedule", wrapped(loop.scheduler.schedule, "schedule")),
+        patch.object(loop, "_launch", wrapped(loop._launch, "launch")),
+        patch.object(loop.scheduler, "complete", wrapped(loop.scheduler.complete, "complete")),
+    ):
+        yield
 
 
 class Clock:
@@ -176,20 +180,17 @@ def measure_prefill(loop: StepLoop, tokens: int, prompt_tokens: int, first_seq_i
 def observe(loop: StepLoop, title: str, run: Callable[[int], int]) -> Timeline:
     """Measure `run`, which makes about so many steps and returns their number: by the clock, then by the profiler."""
     clock = Clock()
-    schedule, launch, complete = loop.scheduler.schedule, loop._launch, loop.scheduler.complete
-    spans_of(loop, clock)
-    begin = time.perf_counter()
-    steps = run(TIMED_STEPS)
-    step_us = (time.perf_counter() - begin) / steps * 1e6
+    with spans_around_parts(loop, clock):
+        begin = time.perf_counter()
+        steps = run(TIMED_STEPS)
+        step_us = (time.perf_counter() - begin) / steps * 1e6
     host_us = {name: seconds / steps * 1e6 for name, seconds in clock.seconds.items()}
     host_us["wait"] = step_us - sum(host_us.values())
 
-    loop.scheduler.schedule, loop._launch, loop.scheduler.complete = schedule, launch, complete  # type: ignore[method-assign]
-    spans_of(loop, record_function)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with spans_around_parts(loop, record_function), profile(activities=activities) as profiled:
         steps = run(STEPS)
         torch.cuda.synchronize()
-    loop.scheduler.schedule, loop._launch, loop.scheduler.complete = schedule, launch, complete  # type: ignore[method-assign]
     device, host = [], []
     for event in profiled.events() or []:
         span = Span(event.name, event.time_range.start, event.time_range.end)
