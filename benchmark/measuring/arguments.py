@@ -287,7 +287,6 @@ def run_each_engine(
     paths: dict[str, list[str]] = dict(args.engine_path)
     results: dict[str, dict[str, Any]] = {}
     if len(names) == 1 and not paths and not args.engine_option:
-        _search([])
         results[names[0]] = measure(names[0], options, sizes)
         save(results)
         return results
@@ -295,7 +294,9 @@ def run_each_engine(
     for name in names:
         folders = paths.get(name, [])
         more = {key: value for peer, key, value in args.engine_option if peer == name}
-        with ProcessPoolExecutor(max_workers=1, mp_context=spawn, initializer=_search, initargs=(folders,)) as pool:
+        with ProcessPoolExecutor(
+            max_workers=1, mp_context=spawn, initializer=_import_from, initargs=(folders,)
+        ) as pool:
             try:
                 results[name] = pool.submit(measure, name, replace(options, more=more), sizes).result()
             except Exception:
@@ -312,8 +313,8 @@ def check_engines(args: argparse.Namespace, results: Mapping[str, Any]) -> None:
         raise SystemExit(f"no figures of {', '.join(missing)}: see above")
 
 
-def _search(folders: list[str]) -> None:
-    """Let imports look here first, in this process and those that it starts."""
+def _import_from(folders: list[str]) -> None:
+    """Let imports look into these folders first, in this process and those that it starts."""
     sys.path[:0] = folders
     if folders:
         os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
