@@ -28,28 +28,28 @@ MEGABYTE = 10**6
 JSON = {"content-type": "application/json"}
 
 
-def filled(before: str, item: str, after: str, size: int) -> bytes:
-    """Return a body of this size with as many items as fit."""
-    return (before + ",".join([item] * (size // (len(item) + 1))) + after).encode()
+def filled(before: str, item: str, size: int) -> bytes:
+    """Return a body of this size: `before`, which opens a list in an object, as many items as fit, and their ends."""
+    return (before + ",".join([item] * (size // (len(item) + 1))) + "]}").encode()
 
 
 def bodies() -> Iterator[tuple[str, str, bytes]]:
     """Yield name, route and body of each."""
     for size in (30 * MEGABYTE, 7 * MEGABYTE):
         megabytes = f"{size // MEGABYTE} MB of"
-        yield f"{megabytes} arrays in metadata", CHAT, filled(MESSAGE + '"metadata":[', "[]", "]}", size)
-        yield f"{megabytes} objects in metadata", CHAT, filled(MESSAGE + '"metadata":[', '{"a":1}', "]}", size)
-        yield f"{megabytes} ids", COMPLETIONS, filled('{"max_tokens":1,"prompt":[', "1", "]}", size)
-        yield f"{megabytes} messages", CHAT, filled('{"messages":[', '{"role":"user","content":"a"}', "]}", size)
-        yield f"{megabytes} tool calls", CHAT, filled(MESSAGE + '"tools":[', '{"function":{"name":"f"}}', "]}", size)
+        yield f"{megabytes} arrays in metadata", CHAT, filled(MESSAGE + '"metadata":[', "[]", size)
+        yield f"{megabytes} objects in metadata", CHAT, filled(MESSAGE + '"metadata":[', '{"a":1}', size)
+        yield f"{megabytes} ids", COMPLETIONS, filled('{"max_tokens":1,"prompt":[', "1", size)
+        yield f"{megabytes} messages", CHAT, filled('{"messages":[', '{"role":"user","content":"a"}', size)
+        yield f"{megabytes} tool calls", CHAT, filled(MESSAGE + '"tools":[', '{"function":{"name":"f"}}', size)
         yield f"{megabytes} escapes in a prompt", COMPLETIONS, b'{"prompt":"%b"}' % (b"\\n" * (size // 2))
-    yield "65,000 arrays in metadata", CHAT, filled(MESSAGE + '"metadata":[', "[]", "]}", 3 * 65_000)
+    yield "65,000 arrays in metadata", CHAT, filled(MESSAGE + '"metadata":[', "[]", 3 * 65_000)
     names = json.dumps({f"{index:06}": 1 for index in range(65_000)})
     yield "65,000 names in metadata", CHAT, f'{MESSAGE}"metadata":{names}}}'.encode()
-    yield "262,000 numbers in metadata", CHAT, filled(MESSAGE + '"metadata":[', "123456", "]}", 7 * 262_000)
-    yield "262,000 ids", COMPLETIONS, filled('{"prompt":[', "1", "]}", 2 * 262_000)
-    yield "8,192 messages", CHAT, filled('{"messages":[', '{"role":"user","content":"a"}', "]}", 30 * 8192)
-    yield "8,000 prompts", COMPLETIONS, filled('{"max_tokens":1,"prompt":[', '"a"', "]}", 4 * 8000)
+    yield "262,000 numbers in metadata", CHAT, filled(MESSAGE + '"metadata":[', "123456", 7 * 262_000)
+    yield "262,000 ids", COMPLETIONS, filled('{"prompt":[', "1", 2 * 262_000)
+    yield "8,192 messages", CHAT, filled('{"messages":[', '{"role":"user","content":"a"}', 30 * 8192)
+    yield "8,000 prompts", COMPLETIONS, filled('{"max_tokens":1,"prompt":[', '"a"', 4 * 8000)
     ids = ",".join(["1"] * 272)  # one for each token of the demo model
     prompts = ",".join(['"a"'] * 8000)
     body = f'{{"prompt":[{prompts}],"max_tokens":1,"allowed_token_ids":[{ids}]}}'

@@ -89,7 +89,7 @@ def main() -> None:
     for policy in POLICIES:
         command = [sys.executable, "-m", "minisgl", "--port", "0", "--batch-policy", policy, *args.server]
         with ServerProcess(command) as server:
-            served = ask_served(server.base_url, model=None, context=None, vocab_size=None)
+            served = ask_served(server.base_url)
             work = Interference(
                 args.streams, args.stream_tokens, args.prompts, args.prompt, args.every, args.quiet, served.vocab_size
             )

@@ -32,7 +32,7 @@ from measuring.arguments import (
 )
 from measuring.engines import EngineOptions, OfflineEngine, started
 from measuring.report import table
-from measuring.workload import FRESH_IDS, OfflineBatch, random_prompts
+from measuring.workload import OfflineBatch, random_prompts
 
 WARM_UP_TEMPERATURE = 0.6
 
@@ -81,9 +81,7 @@ def warm_up(engine: OfflineEngine, rng: random.Random, vocab_size: int, *, rows:
         engine.generate(OfflineBatch(prompts, [new] * count), WARM_UP_TEMPERATURE, progress=False)
 
 
-def measure_latency(
-    engine: OfflineEngine, rng: random.Random, sizes: LatencySizes, *, vocab_size: int = FRESH_IDS[1]
-) -> LatencyFigures:
+def measure_latency(engine: OfflineEngine, rng: random.Random, sizes: LatencySizes, vocab_size: int) -> LatencyFigures:
     """Measure decode steps by batch size, and single prompts by length."""
     figures = LatencyFigures()
     with tqdm(total=len(sizes.batch_sizes) + len(sizes.prefill), desc="Latency", unit="size") as bar:
@@ -124,7 +122,7 @@ def measure(name: str, options: EngineOptions, sizes: LatencySizes) -> dict[str,
     rng = random.Random(4242)
     with started(name, options) as (engine, vocab_size, result):
         warm_up(engine, rng, vocab_size, rows=max(sizes.batch_sizes, default=1), tokens=min(300, sizes.prompt_tokens))
-        result["latency"] = measure_latency(engine, rng, sizes, vocab_size=vocab_size)
+        result["latency"] = measure_latency(engine, rng, sizes, vocab_size)
     return result
 
 

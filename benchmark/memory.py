@@ -50,8 +50,8 @@ def main() -> None:
     args, command = parse()
     rng, lengths = random.Random(args.seed), Lengths(args.input, args.output, 0.9, 0.7)
     with ServerProcess(command) as server:
-        served = ask_served(server.base_url, model=None, context=None, vocab_size=None)
-        target = Target(server.base_url, served.model, 0.6, 600, None)
+        served = ask_served(server.base_url)
+        target = Target(server.base_url, served.model)
         pid = worker_pids(server.process.pid)["minisgl.scheduler.process:run"]
         print(f"0 requests: {pss_mb(pid)} MB", flush=True)
         done, limits = 0, {"vocab_size": served.vocab_size, "context": served.context}

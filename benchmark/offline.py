@@ -30,7 +30,7 @@ from measuring.arguments import (
 )
 from measuring.engines import EngineOptions, OfflineEngine, started
 from measuring.report import table
-from measuring.workload import OFFLINE_IDS, OfflineBatch, offline_batch
+from measuring.workload import OfflineBatch, offline_batch
 
 TEMPERATURE = 0.6
 
@@ -54,17 +54,15 @@ class OfflineFigures:
     tuned: str | None  # how the engine was tuned to the work
 
 
-def measure_offline(
-    engine: OfflineEngine, runs: int, *, requests: int = 256, longest: int = 1024, vocab_size: int = OFFLINE_IDS
-) -> OfflineFigures:
+def measure_offline(engine: OfflineEngine, sizes: Sizes, vocab_size: int) -> OfflineFigures:
     """Measure output tokens per second of each run; detokenizing counts where the engine does it."""
 
     def work(run: int) -> OfflineBatch:
-        return offline_batch(run, requests=requests, longest=longest, vocab_size=vocab_size)
+        return offline_batch(run, requests=sizes.requests, longest=sizes.longest, vocab_size=vocab_size)
 
-    tuned = engine.prepare(work(runs), whole=False)
+    tuned = engine.prepare(work(sizes.runs), whole=False)
     rates = []
-    for run in range(runs):
+    for run in range(sizes.runs):
         batch = work(run)
         rates.append(batch.output_tokens / timed(engine, batch, TEMPERATURE, progress=True))
     return OfflineFigures(work(0).output_tokens, rates, tuned)
@@ -75,16 +73,12 @@ def measure(name: str, options: EngineOptions, sizes: Sizes) -> dict[str, Any]:
     rng = random.Random(4242)
     with started(name, options) as (engine, vocab_size, result):
         warm_up(engine, rng, vocab_size, rows=min(64, sizes.requests), tokens=min(300, sizes.longest))
-        figures = measure_offline(
-            engine, sizes.runs, requests=sizes.requests, longest=sizes.longest, vocab_size=vocab_size
-        )
+        figures = measure_offline(engine, sizes, vocab_size)
         result["offline_tokens_per_second"] = figures.tokens_per_second
         result["output_tokens"] = figures.output_tokens
         result["tuned"] = figures.tuned
         if sizes.latency:
-            latency = measure_latency(
-                engine, rng, LatencySizes(batch_sizes=sizes.latency, prefill=()), vocab_size=vocab_size
-            )
+            latency = measure_latency(engine, rng, LatencySizes(batch_sizes=sizes.latency, prefill=()), vocab_size)
             result |= {f"batch_{size}": one for size, one in latency.decode.items()}
     return result
 

@@ -83,7 +83,7 @@ class PipelineFigures:
 
 
 def measure_pipeline(
-    load: PipelineLoad, step_ms: float, server_flags: Sequence[str], *, profile: bool = False
+    load: PipelineLoad, step_ms: float, server_flags: Sequence[str], *, profile: bool
 ) -> PipelineFigures:
     """Start the server, send the load once to warm up and once to measure, end the server."""
     with tempfile.TemporaryDirectory(prefix="minisgl-profile-") as folder:
@@ -92,7 +92,7 @@ def measure_pipeline(
         command = [sys.executable, "-m", "measuring.pipeline_server", "--port", "0", *server_flags]
         with ServerProcess(command, env=env) as server:
             pids = {name.partition(":")[2]: pid for name, pid in worker_pids(server.process.pid).items()}
-            served = ask_served(server.base_url, model=None, context=None, vocab_size=None)
+            served = ask_served(server.base_url)
             if load.prompt_tokens + load.output_tokens > served.context:
                 raise ValueError(f"{load} does not fit into the context of {served.context} tokens")
             target = Target(server.base_url, served.model, temperature=0.0)

@@ -135,7 +135,7 @@ def simulate(
     arrivals: Sequence[Arrival],
     roofline: Roofline,
     num_slots: int,
-    concurrency: int | None = None,
+    concurrency: int | None,
 ) -> list[RequestRecord]:
     """Serve all arrivals, up to `num_slots` at a time.
 
@@ -222,7 +222,7 @@ def make_config(text: str) -> SchedulerConfig:
     return config
 
 
-def figures(records: Sequence[RequestRecord], slo: Slo, concurrency: int | None = None) -> dict[str, float]:
+def figures(records: Sequence[RequestRecord], slo: Slo, concurrency: int | None) -> dict[str, float]:
     """Return percentiles in ms, output tokens a second, and the share within the objectives.
 
     `concurrency`: that of a closed loop, whose first requests are not judged.

@@ -16,6 +16,7 @@ from types import CodeType, FrameType
 
 INTERVAL_SECONDS = 0.001
 DEPTH = 40  # frames of a stack that are kept
+MOST_FUNCTIONS = 12  # that are read from a profile
 
 
 class Profiler:
@@ -72,7 +73,7 @@ class ProfileEntry:
     total: float  # in it or what it called
 
 
-def read_profile(path: Path, top: int = 12) -> list[ProfileEntry]:
+def read_profile(path: Path) -> list[ProfileEntry]:
     """Return the functions with the most time of their own."""
     rows = json.loads(path.read_text())
     own: Counter[str] = Counter()
@@ -84,4 +85,5 @@ def read_profile(path: Path, top: int = 12) -> list[ProfileEntry]:
         for name in set(names):
             total[name] += count
     samples = max(1, sum(own.values()))
-    return [ProfileEntry(name, count / samples, total[name] / samples) for name, count in own.most_common(top)]
+    longest = own.most_common(MOST_FUNCTIONS)
+    return [ProfileEntry(name, count / samples, total[name] / samples) for name, count in longest]

@@ -109,18 +109,23 @@ def exit_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
-def get_json(url: str, api_key: str | None = None, timeout: float = 10.0) -> Any:
+def get_json(url: str, api_key: str | None = None) -> Any:
     """Return the answer to a GET, or None when there is none or it is not JSON."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        with urlopen(Request(url, headers=headers), timeout=timeout) as answer:
+        with urlopen(Request(url, headers=headers), timeout=10) as answer:
             return json.load(answer)
     except (URLError, OSError, ValueError, http.client.HTTPException):
         return None
 
 
 def ask_served(
-    base_url: str, *, model: str | None, context: int | None, vocab_size: int | None, api_key: str | None = None
+    base_url: str,
+    *,
+    model: str | None = None,
+    context: int | None = None,
+    vocab_size: int | None = None,
+    api_key: str | None = None,
 ) -> Served:
     """Ask a server what it serves; what is given here counts, and what nobody says gets a careful default."""
     models = get_json(f"{base_url}/v1/models", api_key)

@@ -52,7 +52,7 @@ def offline_batch(
     return OfflineBatch(prompts, max_tokens)
 
 
-def random_prompts(rng: random.Random, count: int, length: int, vocab_size: int = FRESH_IDS[1]) -> list[list[int]]:
+def random_prompts(rng: random.Random, count: int, length: int, vocab_size: int) -> list[list[int]]:
     """Return prompts that share no prefix worth caching."""
     low, high = FRESH_IDS if vocab_size > FRESH_IDS[0] else (0, vocab_size)
     return [[rng.randint(low, min(high, vocab_size) - 1) for _ in range(length)] for _ in range(count)]
