@@ -14,7 +14,7 @@ import random
 import sys
 from pathlib import Path
 
-from measuring.arguments import make_parser
+from measuring.arguments import make_parser, parse_with_command
 from measuring.client import Target
 from measuring.load import run_load
 from measuring.server_process import LaunchFailed, ServerProcess, ask_served, exit_on_sigterm, worker_pids
@@ -30,8 +30,6 @@ def pss_mb(pid: int) -> int:
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
-    argv = sys.argv[1:]
-    at = argv.index("--") if "--" in argv else len(argv)
     parser = make_parser(__doc__)
     parser.add_argument("--requests", type=int, default=20_000, metavar="N", help="requests to send")
     parser.add_argument("--every", type=int, default=1000, metavar="N", help="requests between two rows of the table")
@@ -43,7 +41,8 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
         "--output", type=int, default=8, metavar="TOKENS", help="mean length of the answers, log-normal"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of lengths and tokens")
-    return parser.parse_args(argv[:at]), argv[at + 1 :] or list(DEMO)
+    args, command = parse_with_command(parser)
+    return args, command or list(DEMO)
 
 
 def main() -> None:

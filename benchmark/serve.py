@@ -21,7 +21,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from measuring.arguments import add_output_arguments, integers, make_parser, numbers, output_of
+from measuring.arguments import add_output_arguments, integers, make_parser, numbers, output_of, parse_with_command
 from measuring.client import Target
 from measuring.idle import IdleWatch, NotIdle
 from measuring.load import run_load
@@ -108,8 +108,6 @@ def print_summaries(summaries: dict[str, LoadSummary]) -> None:
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
     """Return the arguments and the server's command after `--`."""
-    argv = sys.argv[1:]
-    at = argv.index("--") if "--" in argv else len(argv)
     parser = make_parser(__doc__)
     server = add_served_arguments(parser)
     server.add_argument(
@@ -149,8 +147,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     work.add_argument("--fixed", action="store_true", help="give every prompt and answer the mean length")
     add_client_arguments(parser)
     add_output_arguments(parser)
-    args = parser.parse_args(argv[:at])
-    command = argv[at + 1 :]
+    args, command = parse_with_command(parser)
     if not args.base_url and not command:
         parser.error("give --base-url, or a command that starts the server after --")
     if args.concurrency and args.requests and args.requests < 2 * max(args.concurrency):

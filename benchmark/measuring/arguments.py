@@ -42,6 +42,13 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=description, formatter_class=_HelpFormatter, allow_abbrev=False)
 
 
+def parse_with_command(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str]]:
+    """Return the arguments of this script, and the command after `--`, empty if there is none."""
+    argv = sys.argv[1:]
+    at = argv.index("--") if "--" in argv else len(argv)
+    return parser.parse_args(argv[:at]), argv[at + 1 :]
+
+
 def integers(text: str) -> tuple[int, ...]:
     """Parse positive numbers, separated by commas."""
     return tuple(_positive(int(part)) for part in text.split(",") if part)
