@@ -10,7 +10,6 @@ limits in `minisgl.kernel.collectives.all_reduce.PUSH_SIZES`.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from measuring.arguments import check_gpus, integers
+from measuring.ranks import run_ranks
 from measuring.report import table
 from minisgl.distributed.nccl import NcclTP
 
@@ -99,17 +99,7 @@ def main() -> None:
     check_gpus(args.ranks)
     with tempfile.TemporaryDirectory() as folder:
         meeting = f"file://{Path(folder) / 'rendezvous'}"
-        processes = multiprocessing.get_context("spawn")
-        ranks = [
-            processes.Process(target=run_rank, args=(rank, args.ranks, args.sizes, args.algorithms, meeting))
-            for rank in range(args.ranks)
-        ]
-        for one in ranks:
-            one.start()
-        for one in ranks:
-            one.join()
-        if any(one.exitcode for one in ranks):
-            raise SystemExit("a rank failed")
+        run_ranks(run_rank, args.ranks, args.ranks, args.sizes, args.algorithms, meeting)
 
 
 if __name__ == "__main__":

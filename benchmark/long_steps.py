@@ -10,7 +10,6 @@ another without a pause, so an eager step takes as long as its launches where th
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import statistics
 import tempfile
 import time
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor
 
 from measuring.arguments import check_gpus, integers
+from measuring.ranks import run_ranks
 from measuring.report import table
 from measuring.shapes import SHAPES, make_shape
 from minisgl.config import ServerConfig
@@ -185,18 +185,11 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=7, metavar="N", help="turns of each way (default: 7)")
     args = parser.parse_args()
     check_gpus(args.ranks)
-    processes = multiprocessing.get_context("spawn")
     for name in args.shapes.split(","):
         with tempfile.TemporaryDirectory() as folder:
             make_shape(name, Path(folder))
             print(f"\n{name} over {args.ranks} GPUs", flush=True)
-            ranks = [processes.Process(target=run_rank, args=(rank, args, Path(folder))) for rank in range(args.ranks)]
-            for one in ranks:
-                one.start()
-            for one in ranks:
-                one.join()
-            if any(one.exitcode for one in ranks):
-                raise SystemExit("a rank failed")
+            run_ranks(run_rank, args.ranks, args, Path(folder))
 
 
 if __name__ == "__main__":
