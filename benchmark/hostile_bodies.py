@@ -34,7 +34,7 @@ def filled(before: str, item: str, size: int) -> bytes:
 
 
 def bodies() -> Iterator[tuple[str, str, bytes]]:
-    """Yield name, route and body of each."""
+    """Yield name, route and body of each request."""
     for size in (30 * MEGABYTE, 7 * MEGABYTE):
         megabytes = f"{size // MEGABYTE} MB of"
         yield f"{megabytes} arrays in metadata", CHAT, filled(MESSAGE + '"metadata":[', "[]", size)

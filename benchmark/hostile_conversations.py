@@ -114,7 +114,7 @@ def function(index: int) -> dict[str, str]:
 
 
 def attacks() -> Iterator[tuple[str, Send]]:
-    """Yield name and sender of each."""
+    """Yield name and sender of each attack."""
     yield "none, for a second", idle
     reasoning = [{"type": "reasoning", "content": "x" * 970}] * 8190
     yield "8,190 reasoning items", post(RESPONSES, input=reasoning, max_output_tokens=1)

@@ -67,7 +67,7 @@ class Target:
 
     @property
     def address(self) -> tuple[str, int, bool]:
-        """Host, port, and whether to use TLS."""
+        """Host, port, and True for TLS."""
         parts = urlsplit(self.base_url)
         if parts.hostname is None or parts.scheme not in ("http", "https"):
             raise ValueError(f"not an http or https address: {self.base_url}")

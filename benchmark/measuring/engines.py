@@ -78,7 +78,7 @@ class OfflineEngine(Protocol):
 
 
 class MinisglEngine:
-    """`minisgl.LLM`."""
+    """Minisgl, by its offline interface `LLM`."""
 
     def __init__(self, options: EngineOptions) -> None:
         from minisgl.llm import LLM  # imports torch

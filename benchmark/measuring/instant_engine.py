@@ -35,7 +35,7 @@ LETTERS = 4096  # how many are drawn before they repeat
 
 
 def _result_at(tokens: Int32Array, done_at: float) -> StepResult[AnyArray]:
-    """Wait until then; without a model there are no log-probabilities."""
+    """Wait until `done_at`, then return the tokens; without a model there are no log-probabilities."""
     delay = done_at - time.monotonic()
     if delay > 0:
         time.sleep(delay)
@@ -64,7 +64,7 @@ class InstantEngine:
         raise NotImplementedError("the instant engine serves no grammars")
 
     def forward(self, batch: Batch) -> None:
-        """There is no model."""
+        """Do nothing: there is no model."""
 
     def sample(self, batch: Batch, bitmask: Int32Array | None = None) -> PendingStep:  # noqa: ARG002
         rows = np.flatnonzero(batch.needs_sample)

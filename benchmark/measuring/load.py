@@ -193,7 +193,7 @@ def _gather(
 
 
 def _work(pipe: Connection, part: _Part) -> None:
-    """The life of one process."""
+    """Run one process of the load generator."""
     sessions = [[_prepare(part.target, index, request) for index, request in session] for session in part.sessions]
     gc.collect()
     gc.disable()  # a collection would look like a pause of the server

@@ -29,7 +29,7 @@ def add_served_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentG
 
 
 def add_client_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say how requests are sent and, as below, which answers are good."""
+    """Add the flags that say how requests are sent, and those of `add_slo_arguments`."""
     client = parser.add_argument_group("client")
     client.add_argument("--temperature", type=float, default=0.6, help="sampling temperature")
     client.add_argument("--seed", type=int, default=0, help="seed of arrivals, lengths and tokens")

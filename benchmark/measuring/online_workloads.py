@@ -32,7 +32,7 @@ class OnlineWorkload(Protocol):
 
     @property
     def rates(self) -> tuple[float, float]:
-        """Requests per second between which to search, unless somebody says otherwise."""
+        """Lowest and highest rate of a search, in requests per second, where --range gives none."""
         ...
 
     def pace(self, rate: float) -> float | None:

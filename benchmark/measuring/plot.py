@@ -46,7 +46,7 @@ def _grid(path: Path, rows: int, columns: int) -> Iterator[Any]:
 
 
 def plot_bars(path: Path, values: Mapping[str, float], title: str, unit: str) -> None:
-    """Draw one bar a name."""
+    """Draw a bar for each name."""
     with _figure(path, 1) as (axis,):
         bars = axis.bar(list(values), list(values.values()), color="tab:blue", width=0.6)
         axis.bar_label(bars, labels=[cell_text(value) for value in values.values()])

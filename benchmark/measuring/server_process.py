@@ -83,11 +83,11 @@ class ServerProcess:
         return found[1] if found else None
 
     def log(self) -> str:
-        """Return all that it has written."""
+        """Return the server's output so far."""
         return os.pread(self._log.fileno(), 1 << 24, 0).decode(errors="replace")
 
     def close(self) -> None:
-        """End it, kindly first."""
+        """End the server with SIGTERM, or with SIGKILL if that does not suffice."""
         for signum in (signal.SIGTERM, signal.SIGKILL):
             if self.process.poll() is None:
                 os.killpg(self.process.pid, signum)
@@ -127,7 +127,7 @@ def ask_served(
     vocab_size: int | None = None,
     api_key: str | None = None,
 ) -> Served:
-    """Ask a server what it serves; what is given here counts, and what nobody says gets a careful default."""
+    """Return what a server serves. Arguments take precedence; what the server does not say gets a careful default."""
     models = get_json(f"{base_url}/v1/models", api_key)
     if models is None:
         raise LaunchFailed(f"no OpenAI-compatible server answers at {base_url}")

@@ -112,7 +112,7 @@ class RequestPages:
         return True
 
     def _reserve_window(self, request: Request, prefix: CacheHandle, num_running: int) -> bool:
-        """Do the same for the windowed group, if there is one."""
+        """Lock the prefix's windowed pages; False if too few would stay free. True if there is no windowed group."""
         windows = self._windows
         if windows is None:
             return True
