@@ -55,14 +55,11 @@ class RequestPages:
     def match(self, request: Request) -> CacheHandle:
         """Return the longest cached prefix that the request can use."""
         found = self._match_pages(request)
-        usable = len(found.pages)
         if self._snapshots is not None:
-            usable = self._snapshots.find(found.pages)
-        elif self._windows is not None:
-            usable = self._windows.usable(found.pages)
-        if usable == len(found.pages):
-            return found
-        return self._cache.match(request.token_ids[: usable * self._page_size], request.salt)
+            return self._first_pages(found, self._snapshots.find(found.pages), request)
+        if self._windows is not None:
+            return self._first_pages(found, self._windows.usable(found.pages), request)
+        return found
 
     def cached_len(self, request: Request) -> int:
         """Return how many of the request's tokens have K and V in the cache, even if it cannot use all of them."""
@@ -73,10 +70,13 @@ class RequestPages:
         # the prompt's log-probabilities are wanted.
         known = len(request.token_ids) - 1 if request.prompt_scored else 0
         found = self._cache.match(request.token_ids[:known], request.salt)
-        usable = self._trust.usable(found.pages)
-        if usable == len(found.pages):
-            return found
-        return self._cache.match(request.token_ids[: usable * self._page_size], request.salt)
+        return self._first_pages(found, self._trust.usable(found.pages), request)
+
+    def _first_pages(self, prefix: CacheHandle, num_pages: int, request: Request) -> CacheHandle:
+        """Return the first `num_pages` pages of a prefix that was found for this request."""
+        if num_pages == len(prefix.pages):
+            return prefix
+        return self._cache.match(request.token_ids[: num_pages * self._page_size], request.salt)
 
     def coming(self, request: Request, cached_len: int, running: IndexArray) -> Awaited | None:
         """Return a longer prefix of a request that a running prefill will put into the cache; None if there is none."""
