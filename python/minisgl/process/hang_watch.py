@@ -78,11 +78,12 @@ class HangWatch:
     def _judge(self) -> Hang | None:
         first = self._ranks[0].progress
         all_hang = self._stuck > self._limit
+        limit = LATE if all_hang else self._limit
         silent = max(range(len(self._ranks)), key=lambda rank: self._ranks[rank].silent)
-        if (seconds := self._ranks[silent].silent) > (LATE if all_hang else self._limit):
+        if (seconds := self._ranks[silent].silent) > limit:
             return Hang(silent, f"it has not answered for {seconds:.0f} s")
         behind = max(range(len(self._ranks)), key=lambda rank: self._ranks[rank].behind)
-        if (seconds := self._ranks[behind].behind) > (LATE if all_hang else self._limit):
+        if (seconds := self._ranks[behind].behind) > limit:
             return Hang(behind, f"it has not begun step {first.begun - 1} for {seconds:.0f} s")
         if all_hang:
             return Hang(0, f"step {first.finished} has not ended for {self._stuck:.0f} s, and no rank computes")
