@@ -119,10 +119,9 @@ class ChatTemplates:
             return "tool_use"
         if "default" in self._sources:
             return "default"
-        have = f"none of its templates ({', '.join(sorted(self._sources))}) is the default" if self._sources else ""
+        others = f": none of its templates ({', '.join(sorted(self._sources))}) is the default" if self._sources else ""
         raise InvalidRequest(
-            "messages",
-            f"the model {self._model_name} has no chat template{': ' if have else ''}{have}; send it a plain prompt",
+            "messages", f"the model {self._model_name} has no chat template{others}; send it a plain prompt"
         )
 
 
