@@ -330,15 +330,16 @@ def measure(
 ) -> None:
     """Fill in the searches of a server's turn, one a task. If it fails, stderr and the unfinished searches say why."""
     deadline = math.inf if args.budget is None else time.monotonic() + args.budget
-    search = turn[0]
+    unfinished = list(turn)
     try:
         with running(contestant, args) as prober:
             for search, task in zip(turn, tasks, strict=True):
                 run_search(search, prober, task, probe_numbers=probe_numbers, deadline=deadline, keep=keep)
+                unfinished.pop(0)
     except (LaunchFailed, NotIdle, ValueError) as error:
         print(f"goodput: error: {contestant.name}: {error}", file=sys.stderr, flush=True)
-        for one in turn[turn.index(search) :]:
-            one.failure = str(error)
+        for search in unfinished:
+            search.failure = str(error)
 
 
 def main() -> None:
