@@ -99,11 +99,12 @@ class Supervisor:
             logger.info("ending")
             return 0
         except WorkerFailed as error:
+            failure = error
             self._end_clients(error=error.told)
-            logger.error("%s", error)
-            return 1
         finally:
             self._clean_up()
+        logger.error("%s", failure)  # the last line: no worker that is still there can log another after it
+        return 1
 
     # --- start ------------------------------------------------------------------------------------------------
 
