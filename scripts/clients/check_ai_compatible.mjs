@@ -5,6 +5,7 @@ import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { embedMany, generateText, Output, stepCountIs, streamText, tool } from "ai";
 import { z } from "zod";
 
+const { waitForAborts } = await import(`${process.env.MINISGL_CLIENTS}/aborts.mjs`);
 const provider = (url, settings) =>
   createOpenAICompatible({ name: "minisgl", baseURL: `${url}/v1`, apiKey: process.env.OPENAI_API_KEY, ...settings });
 const minisgl = provider(process.env.MINISGL_URL, { includeUsage: true, supportsStructuredOutputs: true });
@@ -41,15 +42,7 @@ const left = new AbortController();
 const endless = { maxOutputTokens: 3000, providerOptions: { minisgl: { ignore_eos: true } } };
 for await (const _ of streamText({ ...common, ...endless, prompt: "Count", abortSignal: left.signal }).textStream)
   left.abort();
-const aborted = async () => {
-  const headers = { authorization: `Bearer ${process.env.OPENAI_API_KEY}` };
-  const metrics = await (await fetch(`${process.env.MINISGL_URL}/metrics`, { headers })).text();
-  return Number(metrics.match(/^minisgl:request_success_total\{finished_reason="abort".*\} (\S+)$/m)[1]);
-};
-for (let wait = 0; (await aborted()) < 1; wait++) {
-  assert.ok(wait < 300, "the server did not abort the request");
-  await new Promise((resolve) => setTimeout(resolve, 100));
-}
+await waitForAborts(1);
 const embedder = provider(process.env.MINISGL_EMBEDDER).embeddingModel("demo");
 assert.equal((await embedMany({ model: embedder, values: ["one two", "three"] })).embeddings.length, 2);
 console.log("text, stream, object, a tool in a loop, embeddings, cancel");

@@ -2,6 +2,7 @@
 import assert from "node:assert";
 import OpenAI, { BadRequestError, NotFoundError } from "openai";
 
+const { waitForAborts } = await import(`${process.env.MINISGL_CLIENTS}/aborts.mjs`);
 const client = new OpenAI();
 const chat = { model: "demo", messages: [{ role: "user", content: "What is 12 + 30?" }], temperature: 0 };
 const text = (await client.chat.completions.create(chat)).choices[0].message.content;
@@ -46,15 +47,7 @@ await assert.rejects(
 
 const stream = await client.chat.completions.create({ ...chat, stream: true, ignore_eos: true });
 for await (const _ of stream) break;
-const aborted = async () => {
-  const headers = { authorization: `Bearer ${process.env.OPENAI_API_KEY}` };
-  const text = await (await fetch(`${process.env.MINISGL_URL}/metrics`, { headers })).text();
-  return Number(text.match(/^minisgl:request_success_total\{finished_reason="abort".*\} (\S+)$/m)[1]);
-};
-for (let wait = 0; (await aborted()) < 1; wait++) {
-  assert.ok(wait < 300, "the server did not abort the request");
-  await new Promise((resolve) => setTimeout(resolve, 100));
-}
+await waitForAborts(1);
 const embedder = new OpenAI({ baseURL: `${process.env.MINISGL_EMBEDDER}/v1` });
 const embedded = await embedder.embeddings.create({ model: "demo", input: ["one two", "three"], dimensions: 16 });
 assert.deepEqual(embedded.data.map(({ embedding }) => embedding.length), [16, 16]);
